@@ -309,6 +309,8 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("masked", [](Exchange& self) { return self.group().masked.load(); })
       .def("mask", &mask, arg("ranks"))
       .def_property_readonly("generation", [](Exchange& self) { return self.group().generation.load(); })
+      .def_property_readonly("head",
+                             [](Exchange& self) { return reinterpret_cast<uintptr_t>(self.group().own()); })
       .def("statistics", &statistics)
       .def("source_map", &source_map, arg("state"), arg("src_info"), arg("layout_range"))
       .def("set_faults", &set_faults, arg("faults"))

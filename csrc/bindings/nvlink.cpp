@@ -342,6 +342,12 @@ void bind_nvlink(py::module_& m) {
            py::arg("heap_bytes") = 0)
       .def("export_fd", &Group::export_fd)
       .def("attach", &Group::attach, py::arg("rank"), py::arg("fd"))
+      .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "watch",
+          [](Group& self, uintptr_t head, const py::object&) { self.watch(pointer<std::byte>(head)); },
+          py::arg("head"), py::arg("owner"), py::keep_alive<1, 3>(),
+          "head: see AbortWatch. owner: of its memory, kept alive.")
       .def("dispatch", &dispatch, py::arg("stream"), py::arg("halves"), py::arg("num_sms"), py::arg("tokens"),
            py::arg("narrow"), py::arg("send"), py::arg("recv"), py::arg("handle"),
            py::call_guard<py::gil_scoped_release>())

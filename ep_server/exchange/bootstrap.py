@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Protocol
 
@@ -72,10 +72,16 @@ def share_segment(rendezvous: Rendezvous, rank: int, ranks: range, create: Calla
         return fd
 
 
-def share_regions(control: Rendezvous, spec: ExchangeSpec, group: Shareable) -> None:
+def share_regions(
+    control: Rendezvous, spec: ExchangeSpec, group: Shareable, fresh: Collection[int] | None = None
+) -> None:
     """Gives every rank's region to every other and attaches theirs. Collective.
 
     A rank that fails leaves the others waiting: it must abort `control`.
+
+    Args:
+        fresh: ranks that have attached nobody's region yet, the same on all ranks; None = all. Other ranks attach
+          theirs only, in place of what they had of these ranks.
     Raises: ConfigError where specs differ; StartupError where a peer's memory cannot be mapped; what attach()
       raises; ExchangeError where another rank failed.
     """
@@ -86,11 +92,13 @@ def share_regions(control: Rendezvous, spec: ExchangeSpec, group: Shareable) -> 
         stack.callback(os.close, fd)
         server = stack.enter_context(listening(spec.num_ranks))
         names = control.all_gather(server.getsockname())
-        serving = Serving(server, fd, spec.num_ranks - 1)
+        peers = {peer for peer, name in enumerate(names) if name} - {spec.rank}  # a masked rank has none
+        if fresh is not None and spec.rank not in fresh:
+            peers &= set(fresh)
+        serving = Serving(server, fd, len(peers))
         stack.callback(serving.stop)  # before the descriptors are closed and their numbers reused
-        for peer, name in enumerate(names):
-            if peer != spec.rank:
-                _attach(group, peer, name)
+        for peer in sorted(peers):
+            _attach(group, peer, names[peer])
         control.barrier()
 
 
@@ -98,7 +106,7 @@ def _check_alike(control: Rendezvous, spec: ExchangeSpec) -> None:
     fields = {k: str(v) for k, v in asdict(spec).items() if k not in {"rank", "timeout_ns"}}
     digest = hashlib.blake2b(repr(fields).encode(), digest_size=32).digest()
     for peer, theirs in enumerate(control.all_gather(digest)):
-        if theirs != digest:
+        if theirs and theirs != digest:  # a masked rank gives nothing
             raise ConfigError("spec", f"another one than rank {peer}'s", "the same on all ranks but for rank")
 
 

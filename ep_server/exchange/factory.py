@@ -71,7 +71,7 @@ def segment_spec(topology: Topology, spec: ExchangeSpec) -> ExchangeSpec:
 
 def replaces_ranks(topology: Topology, spec: ExchangeSpec) -> bool:
     """Whether a new process can take the place of one that has ended, while the others keep theirs."""
-    return transport_of(topology, spec) is Transport.SHM and spec.num_ranks > 1
+    return transport_of(topology, spec) in (Transport.SHM, Transport.NVLINK) and spec.num_ranks > 1
 
 
 def needs_cuda_build(topology: Topology, spec: ExchangeSpec) -> bool:
@@ -93,6 +93,7 @@ class Opening:
       at most as many seconds.
     device_memory: how rows of a device reach the network; see gpu_direct.rows_on_device.
     num_sms: multiprocessors of a GPU that a kernel may fill; 0 = all.
+    joins: this rank takes the place of one that was lost; the others meet it in their next reset().
     """
 
     segment: int
@@ -103,6 +104,7 @@ class Opening:
     options: FabricOptions = field(default_factory=FabricOptions)
     device_memory: str = "auto"
     num_sms: int = 0
+    joins: bool = False
 
 
 def open_exchange(topology: Topology, spec: ExchangeSpec, device: torch.device, opening: Opening) -> Exchange:
@@ -172,6 +174,7 @@ def _open_nvlink(
         device=device.index,
         on_timeout=opening.waiting.on_timeout,
         num_sms=opening.num_sms,
+        joins=opening.joins,
     )
 
 

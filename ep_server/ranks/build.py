@@ -112,9 +112,9 @@ def build_rank(
         experts = RankExperts(params, built.runner, partial(load_experts, model))
         experts.use(placement, live)
     limits = _limits(config, model, built, device.ahead)
-    if not start.joins:
+    if device.warms_alone or not start.joins:
         progress("warm-up", 0, 1)
-        exchange.barrier()
+        exchange.barrier()  # of this rank alone if it joins: it masks the others
         with torch.inference_mode():
             warm_up(built.runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
             device.prepare(progress)

@@ -54,6 +54,7 @@ def open_exchange(
         waiting=Waiting(spin_us),
         options=replace(options, connect_seconds=config.cluster.connect_seconds),
         device_memory=config.exchange.device_memory,
+        joins=start.joins,
     )
     topology = replace(topology_of(config, spec), gpus=device.type == "cuda")
     return factory.open_exchange(topology, spec, device, resources)

@@ -83,6 +83,13 @@ class Runner(Protocol[Step]):
         """
         ...
 
+    def drop_steps(self) -> None:
+        """Forgets the steps in flight, none of which will be collected: another rank was lost.
+
+        The exchange has been reset. Requests stay, and continue after the tokens collected so far.
+        """
+        ...
+
     def statistics(self) -> RunnerStatistics:
         """Measurements since the start."""
         ...
@@ -112,10 +119,12 @@ class Device(Protocol):
     """ahead: steps launched before the tokens of the last one are known.
 
     takes_weights: what build() joins reads the weights where they are, so that they can change in place.
+    warms_alone: a rank that joins others warms up before it meets them: its exchange masks them until then.
     """
 
     ahead: int
     takes_weights: bool
+    warms_alone: bool
 
     @property
     def compute(self) -> Compute:

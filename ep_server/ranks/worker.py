@@ -150,6 +150,7 @@ class RankWorker:
         if membership is None:
             raise InternalError("this exchange cannot regroup")
         membership.reset()
+        self._runner.drop_steps()
         self._voter = Voter(order.generation, order.work_number)
         self._regroup, self._idle, self._running = None, False, -1
         self._channel.report(waiting=False)

@@ -289,6 +289,7 @@ void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Sta
   // The writer's own line, written before the cell names it, so a half-written status is never read.
   std::memcpy(region + Head::abort_status(writer), &status, sizeof status);
   cell.compare_exchange_strong(seen, encode_cell(generation, writer + 1), std::memory_order_acq_rel);
+  syscall(SYS_futex, region + Head::kAbort, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);  // see AbortWatch
 }
 
 void report_lost(std::byte* region, uint32_t lost) {

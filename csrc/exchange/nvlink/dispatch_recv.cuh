@@ -277,6 +277,13 @@ __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& 
   }
 }
 
+// After a failure: rows that have no token point to one, so that whoever reads the view stays inside it.
+__device__ __noinline__ inline void point_anywhere(const Device& g, const DispatchRecvArgs& a,
+                                                   const Opened& o, uint32_t rows) {
+  for (uint32_t i = threadIdx.x; i < min(rows, a.capacity); i += blockDim.x)
+    a.row_ids[i] = int64_t(o.bank) * g.num_ranks * g.layout.max_tokens;
+}
+
 // `shared`: [E_local + 1] int32, then [R][E_local] uint16. `epoch`: null if the kernel sends too.
 template <bool kNarrow>
 __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
@@ -332,7 +339,10 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
     if (threadIdx.x < kWarp)
       entry = place(g, a, o, slot, source, row, arrived, counts, first, i == block - 1, placed);
     __syncthreads();
-    if (placed.failed) break;
+    if (placed.failed) {
+      if (a.view == View::kIndex) point_anywhere(g, a, o, first[g.local_experts]);
+      break;
+    }
     done.emptied = a.view != View::kIndex;
     if (threadIdx.x < kWarp) note(g, a, handle, o, source, token, row, entry);
     if (placed.count == 0) continue;

@@ -36,7 +36,9 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   const OnDevice here(options.device);
   device_.layout = DeviceLayout::of(g);
   device_.bulk = BulkLayout::of(device_.layout.total, options.heap_bytes);
-  regions_[rank] = nvlink::Region::create(options.device, device_.bulk.total);
+  for (uint32_t r = 0; r < g.num_ranks; ++r)
+    regions_[r] = r == rank ? nvlink::Region::create(options.device, device_.bulk.total)
+                            : nvlink::Region::reserve(options.device, device_.bulk.total);
   std::vector<uint32_t> table(placement.size());
   for (size_t e = 0; e < placement.size(); ++e) {
     uint32_t& count = device_.experts_of[placement[e]];
@@ -52,7 +54,7 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   for (uint32_t r = 1; r < g.num_ranks; ++r)
     device_.experts_before[r] = device_.experts_before[r - 1] + device_.experts_of[r - 1];
   device_.payload = g.payload;
-  device_.regions[rank] = regions_[rank]->data();
+  for (uint32_t r = 0; r < g.num_ranks; ++r) device_.regions[r] = regions_[r]->data();
 
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, options.device),
@@ -107,6 +109,7 @@ void Group::empty_slots() {
 }
 
 Group::~Group() {
+  watch_.reset();
   const OnDevice here(options_.device);
   cudaDeviceSynchronize();  // kernels in flight still use all of this
   cudaFree(device_.state);
@@ -119,8 +122,7 @@ Group::~Group() {
 
 void Group::attach(uint32_t rank, int fd) {
   const OnDevice here(options_.device);
-  regions_[rank] = nvlink::Region::import(options_.device, device_.bulk.total, fd);
-  device_.regions[rank] = regions_[rank]->data();
+  regions_[rank]->attach(options_.device, fd);
 }
 
 uint64_t Group::bytes() const {
@@ -182,6 +184,7 @@ void Group::reset(uint64_t base, uint64_t masked) {
   std::memset(state.masked_since_ns, 0, sizeof state.masked_since_ns);
   const std::lock_guard lock(masking_);
   masked_by_host_ = uint32_t(masked);
+  base_ = base;
   const uint64_t none = 0;
   copy_in(device_.state, &state, sizeof state);
   copy_in(device_.own() + Head::kAbort, &none, sizeof none);
@@ -202,6 +205,32 @@ void Group::mask(uint64_t ranks) {
   const std::lock_guard lock(masking_);  // an older mask must not overwrite a newer one
   masked_by_host_ |= uint32_t(ranks);
   copy_in(&device_.state->control.masked_by_host, &masked_by_host_, sizeof masked_by_host_);
+}
+
+void Group::abort() {
+  const std::lock_guard lock(masking_);
+  abort_locked();
+}
+
+// As a peer's kernel would, see fail(): with what it says of the error, then with the cell that names it.
+void Group::abort_locked() {
+  const uint32_t rank = device_.rank;
+  const Status status{Code::kRequested, Op::kVote, Phase::kGather, rank, rank, 0, 0};
+  copy_in(device_.own() + Head::abort_status(rank), &status, sizeof status);
+  const uint64_t cell = uint64_t(rank + 1) << 32 | (uint32_t(base_) + 1);
+  copy_in(device_.own() + Head::kAbort, &cell, sizeof cell);
+  aborted_base_ = base_;
+}
+
+void Group::watch(std::byte* head) {
+  watch_ = std::make_unique<AbortWatch>(head, [this](const AbortWatch& watch) {
+    if (cudaSetDevice(options_.device) != cudaSuccess) return;  // of this thread, which has no other
+    const std::lock_guard lock(masking_);
+    try {  // a reset meanwhile has ended the abort
+      if (watch.aborted() && aborted_base_ != base_) abort_locked();
+    } catch (const std::runtime_error&) {  // of the GPU: the rank's own thread finds it too
+    }
+  });
 }
 
 }  // namespace ep::cuda

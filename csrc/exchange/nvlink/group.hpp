@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "exchange/nvlink/abort_watch.hpp"
 #include "exchange/nvlink/bulk.hpp"
 #include "exchange/nvlink/device_guard.hpp"
 #include "exchange/nvlink/peer_memory.hpp"
@@ -30,6 +31,7 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   int export_fd() const { return regions_[device_.rank]->export_fd(); }
+  // Maps a peer's region, or that of its successor. No kernel of the group may be running.
   void attach(uint32_t rank, int fd);
 
   const Device& device() const { return device_; }
@@ -46,6 +48,10 @@ class Group {
   // Starts a new generation; no kernel of the group may be running. Epochs up to `base` are over.
   void reset(uint64_t base, uint64_t masked);
   void mask(uint64_t ranks);  // also affects running kernels; any thread may call it
+  // Ends the waits of this rank's kernels until reset(): they report kAborted. Any thread may call it.
+  void abort();
+  // From now on calls abort() once the group in host memory is aborted. head: this rank's, see AbortWatch.
+  void watch(std::byte* head);
   void set_faults(const std::vector<DeviceFault>& faults);
 
   // What bulk_plan() reports: host memory that the kernel writes, or null without a heap.
@@ -55,6 +61,7 @@ class Group {
  private:
   void empty_slots();
   void start_bulk(uint64_t operation);
+  void abort_locked();
   void copy_in(void* to, const void* from, size_t bytes);
 
   Options options_;
@@ -64,9 +71,11 @@ class Group {
   std::array<std::unique_ptr<nvlink::Region>, kMaxPeers> regions_;
   uint32_t* table_ = nullptr;
   BulkReport* report_ = nullptr;
-  std::mutex masking_;
+  std::mutex masking_;  // also guards base_ and aborted_base_
+  uint64_t base_ = 0, aborted_base_ = UINT64_MAX;
   uint32_t masked_by_host_ = 0;    // bits of ranks; kernels keep their own mask
   cudaStream_t stream_ = nullptr;  // for copies of state; never waits for the caller's streams
+  std::unique_ptr<AbortWatch> watch_;
 };
 
 }  // namespace ep::cuda

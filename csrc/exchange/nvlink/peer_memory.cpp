@@ -70,31 +70,49 @@ std::unique_ptr<Region> Region::create(int device, uint64_t bytes) {
   const CUmemAllocationProp prop = properties(device);
   check(EP_DRIVER(cuMemCreate)(&region->handle_, region->bytes_, &prop, 0),
         std::to_string(region->bytes_) + " bytes for the exchange on GPU " + std::to_string(device));
+  region->reserve_addresses();
   region->map(device);
   check(cudaMemset(region->data(), 0, region->bytes_), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return region;
 }
 
-std::unique_ptr<Region> Region::import(int device, uint64_t bytes, int fd) {
+std::unique_ptr<Region> Region::reserve(int device, uint64_t bytes) {
   check(cudaSetDevice(device), "GPU " + std::to_string(device));
   std::unique_ptr<Region> region(new Region);
   region->bytes_ = whole(device, bytes);
-  check(EP_DRIVER(cuMemImportFromShareableHandle)(&region->handle_,
-                                                  reinterpret_cast<void*>(static_cast<uintptr_t>(fd)),
-                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-        "the peer's memory cannot be imported");
-  region->map(device);
+  region->reserve_addresses();
   return region;
 }
 
-void Region::map(int device) {
+void Region::attach(int device, int fd) {
+  check(cudaSetDevice(device), "GPU " + std::to_string(device));
+  unmap();
+  check(
+      EP_DRIVER(cuMemImportFromShareableHandle)(&handle_, reinterpret_cast<void*>(static_cast<uintptr_t>(fd)),
+                                                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+      "the peer's memory cannot be imported");
+  map(device);
+}
+
+void Region::reserve_addresses() {
   check(EP_DRIVER(cuMemAddressReserve)(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve");
+}
+
+void Region::map(int device) {
   check(EP_DRIVER(cuMemMap)(address_, bytes_, 0, handle_, 0), "cuMemMap");
   mapped_ = true;
   const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, {device}}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
   check(EP_DRIVER(cuMemSetAccess)(address_, bytes_, &access, 1),
         "GPU " + std::to_string(device) + " has no peer access to this memory (NVLink or PCIe P2P)");
+}
+
+void Region::unmap() {
+  // Errors are ignored: the process may be exiting.
+  if (mapped_) EP_DRIVER(cuMemUnmap)(address_, bytes_);
+  if (handle_ != 0) EP_DRIVER(cuMemRelease)(handle_);
+  mapped_ = false;
+  handle_ = 0;
 }
 
 int Region::export_fd() const {
@@ -105,10 +123,8 @@ int Region::export_fd() const {
 }
 
 Region::~Region() {
-  // Errors are ignored: the process may be exiting.
-  if (mapped_) EP_DRIVER(cuMemUnmap)(address_, bytes_);
+  unmap();
   if (address_ != 0) EP_DRIVER(cuMemAddressFree)(address_, bytes_);
-  if (handle_ != 0) EP_DRIVER(cuMemRelease)(handle_);
 }
 
 }  // namespace ep::nvlink

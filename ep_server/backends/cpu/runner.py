@@ -142,6 +142,9 @@ class ModelRunner:
         tokens = self._sampler.sample(numbers, logits, given) if numbers else []
         return tokens + [SampledToken(number, LATE_TOKEN) for number in late]
 
+    def drop_steps(self) -> None:
+        """As Runner.drop_steps: nothing is in flight between two calls."""
+
     def statistics(self) -> RunnerStatistics:
         """What was measured since the start."""
         counter = self._decoder.experts

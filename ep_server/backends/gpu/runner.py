@@ -270,6 +270,14 @@ class GpuRunner:
         """Prompt scores of the slices with `scored` rows, after collect() has returned the step."""
         return [result for scorer in launched.scorers for result in scorer.results()]
 
+    def drop_steps(self) -> None:
+        """Forgets the steps in flight, which the device has ended, whatever they drew.
+
+        Requests stay, and continue after the tokens of the steps collected.
+        """
+        self._places = {}
+        self._sampler.drop_steps()
+
     def statistics(self) -> RunnerStatistics:
         """Measurements since the start, maybe without steps in flight: does not wait for them.
 

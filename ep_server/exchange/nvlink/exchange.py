@@ -11,6 +11,7 @@ Beyond the Protocol: tokens_on_device, bounded(), synchronize(), set_faults() an
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Unpack
@@ -65,6 +66,9 @@ from ep_server.exchange.validate import (
     rank_bits,
 )
 
+# What ranks exchange in reset(): the last epoch, and whether they have yet to attach the regions of others.
+_STANDING = struct.Struct("<Q?")
+
 
 class NvlinkExchange:
     """One rank's end of a group of GPUs. Satisfies api.FusedExchange and api.Membership.
@@ -80,6 +84,7 @@ class NvlinkExchange:
         on_timeout: "raise" aborts the group; "mask" continues without the peer.
         num_sms: multiprocessors that a kernel may fill; 0 = all; 1 is enough for any operation.
         validate: reads ids back and checks them before anything is sent; for tests, it waits for the GPU.
+        joins: the other ranks have started before. Until reset(), which all call, this one masks them.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
 
@@ -92,8 +97,10 @@ class NvlinkExchange:
         on_timeout: str = "raise",
         num_sms: int = 0,
         validate: bool = False,
+        joins: bool = False,
     ) -> None:
         self.spec, self._control, self._validate = spec, control, validate
+        self._fresh = joins  # has attached no region of the others yet
         try:
             self._launcher: Launcher | None = self._start(device, on_timeout, num_sms)
         except BaseException as error:
@@ -114,7 +121,11 @@ class NvlinkExchange:
             self.shapes = Shapes(self.spec, self.device, aligned=True)
             group = make_group(self.spec, self.device, on_timeout)
             launcher = Launcher(group, self.spec, self.shapes, num_sms)
-            share_regions(self._control, self.spec, group)
+            if self._fresh:
+                group.reset(0, rank_bits(self.spec, self._others))
+            else:
+                share_regions(self._control, self.spec, group)
+            group.watch(self._control.native.head, self._control.native)
         return launcher
 
     @property
@@ -268,7 +279,8 @@ class NvlinkExchange:
     def barrier(self) -> None:
         """As the Protocol says, of the processes and not of their streams."""
         self._open().publish()
-        self._control.barrier()
+        if not self._fresh:  # else the others are masked
+            self._control.barrier()
 
     def check(self) -> None:
         """Raises what a kernel has found since the last call; never waits.
@@ -307,18 +319,31 @@ class NvlinkExchange:
         """See Membership."""
         return frozenset(range(self.spec.num_ranks)) - self.masked
 
+    @property
+    def _others(self) -> frozenset[int]:
+        return frozenset(range(self.spec.num_ranks)) - {self.spec.rank}
+
     def mask(self, ranks: Iterable[int]) -> None:
         """See Membership. Also in a kernel that waits for them."""
         self._open().group.mask(rank_bits(self.spec, set(ranks) - {self.spec.rank}))
 
     def reset(self, dead: Iterable[int] = ()) -> None:
-        """See Membership. Waits for the GPU."""
+        """See Membership. Waits for the GPU, whose waits for other ranks end first.
+
+        Ranks that join get the regions of the others and give theirs.
+        Raises: as HostGroup.reset() and share_regions(). Call it again once all ranks are there.
+        """
         launcher, gone = self._open(), frozenset(dead)
+        launcher.group.abort()  # kernels may wait for a lost rank
         torch.cuda.synchronize(self.device)
         self._control.reset(gone)
         dispatches, combines, _ = launcher.group.epochs()
-        theirs = self._control.all_gather(max(dispatches, combines).to_bytes(8, "little"))
-        last = max(int.from_bytes(record, "little") for record in theirs)
+        records = self._control.all_gather(_STANDING.pack(max(dispatches, combines), self._fresh))
+        standing = {rank: _STANDING.unpack(record) for rank, record in enumerate(records) if record}
+        last = max(epoch for epoch, _ in standing.values())
+        if fresh := {rank for rank, (_, fresh) in standing.items() if fresh}:
+            share_regions(self._control, self.spec, launcher.group, fresh)
+            self._fresh = False
         banks = self.spec.num_banks
         base = (last + 3 * banks) // banks * banks  # beyond every epoch of the old generation
         launcher.group.reset(base, rank_bits(self.spec, gone))

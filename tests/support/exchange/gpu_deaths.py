@@ -19,7 +19,7 @@ from tests.support.exchange.gpu_group import on_gpu, run_fused, sums_without
 from tests.support.exchange.killed_rank import DEATHS, EPOCH, killed_spec
 from tests.support.exchange.on_gpu import OnGpu
 from tests.support.exchange.ranks import Peer
-from tests.support.exchange.routing import make_inputs
+from tests.support.exchange.routing import Inputs, make_inputs
 from tests.support.gpus import gpu_of
 
 
@@ -48,7 +48,7 @@ def rank_1_dies(control: HostExchange, name: str, on_timeout: str, peer: Peer) -
     began, found = time.monotonic(), ""
     if on_timeout == "raise":
         with pytest.raises((PeerTimeout, GroupAborted)) as caught:
-            run_fused(exchange, mine)
+            run_fused(exchange, mine) if name == "while_it_waits" else run_in_place(exchange, mine)
         found = type(caught.value).__name__
         if isinstance(caught.value, PeerTimeout):
             found = f"{caught.value.op}/{caught.value.phase} of {caught.value.peer}"
@@ -62,3 +62,16 @@ def rank_1_dies(control: HostExchange, name: str, on_timeout: str, peer: Peer) -
     assert exchange.masked == {1}
     exchange.check()
     return found, seconds
+
+
+def run_in_place(exchange: NvlinkExchange, mine: Inputs) -> None:
+    """A dispatch that fails. Whoever reads its view must stay inside it: kernels may follow at once."""
+    spec, shapes = exchange.spec, exchange.shapes
+    most, wild = shapes.most_rows, 1 << 40
+    shapes.row_ids = lambda rows: torch.full((rows,), wild, device="cuda")  # type: ignore[method-assign]
+    received = exchange.dispatch(*on_gpu(mine), View.INDEX, capacity=most)
+    torch.cuda.synchronize()
+    assert received.row_ids is not None
+    ids = received.row_ids[: int(received.offsets[-1])]
+    assert bool((ids < spec.num_banks * spec.num_ranks * spec.max_tokens).all()), ids
+    exchange.check()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.reduction import DupFd
 from typing import Any
 
-from ep_server.exchange.api import ExchangeSpec, Payload
+from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
 from ep_server.exchange.faults import Action, Fault
+from ep_server.exchange.segment import create_segment, report_lost
 from ep_server.exchange.spec import control_spec
 from tests.support.exchange.ranks import Ranks
 
@@ -73,3 +77,70 @@ def check_killed(
         assert set(found) <= {named, "GroupAborted"}, found
         assert named in found, found
     assert all(ended[rank].value[1] < 10 for rank in survivors), "the deadline is three seconds"
+
+
+LOST = 1
+
+
+class Segment:
+    """The memory that ranks share, before a process opens its end of it. number: of the process."""
+
+    def __init__(self, fd: int, number: int = -1) -> None:
+        self.fd, self.number = fd, number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detach, (DupFd(self.fd),)
+
+    def open(self, spec: ExchangeSpec, **_: Any) -> Any:
+        return Segment(self.fd, spec.rank)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _detach(handle: Any) -> Segment:
+    return Segment(int(handle.detach()))
+
+
+def replaced_spec(rank: int, num_ranks: int) -> ExchangeSpec:
+    """Its deadline is longer than the test: only an abort ends a wait."""
+    share = tuple(e * num_ranks // 16 for e in range(16))
+    spec = ExchangeSpec(rank, num_ranks, share, 8, 512, 4, Payload.BF16, Reduction.RANK, num_banks=2)
+    return replace(spec, timeout_ns=600 * SECOND)
+
+
+def check_replaced(program: Callable[..., Any], num_ranks: int, *args: Any) -> None:
+    """Kills rank 1 while the others wait for it in a kernel, and puts another process in its place.
+
+    Args:
+        program: of a process: (segment, *args, peer); the last process is the successor of rank 1.
+    """
+    fields = asdict(replaced_spec(0, num_ranks))
+    kwargs = {field: value for field, value in fields.items() if field not in {"rank", "num_ranks"}}
+    fd = create_segment(control_spec(replaced_spec(0, num_ranks)))
+    others = [rank for rank in range(num_ranks) if rank != LOST]
+    try:
+        with Ranks(program, num_ranks + 1, kwargs, args=args, ends=[Segment(fd)] * (num_ranks + 1)) as ranks:
+            for rank in range(num_ranks):
+                assert ranks.message(rank, 120) == "waits"
+            ranks.kill(LOST)
+            ranks.processes[LOST].join(30)
+            for rank in others:
+                ranks.tell(rank, "go on")
+            ranks.tell(num_ranks, "start")
+            time.sleep(0.5)  # kernels wait by now; nothing on the host can tell
+            reported = time.monotonic()
+            report_lost(fd, LOST)
+            for rank in others:
+                assert ranks.message(rank, 60) == "ended"
+            assert ranks.message(num_ranks, 120) == "ready"
+            for rank in others:
+                ranks.tell(rank, reported)
+            ranks.tell(num_ranks, "join")
+            ended = ranks.join(120)
+    finally:
+        os.close(fd)
+    for rank in (*others, num_ranks):
+        assert ended[rank].error is None, f"process {rank}: {ended[rank].trace}"
+    print("waits ended after", [f"{ended[rank].value:.4f} s" for rank in others])
+    assert all(ended[rank].value < 30 for rank in others), "the deadline is ten minutes"

@@ -1,6 +1,6 @@
-// A driver that refuses one thing, under the real csrc/exchange/nvlink/peer_memory.cpp: prints what is said of it, and
-// how many handles, addresses and mappings are left. Argument: the function that fails, or an attribute's
-// number.
+// A driver that refuses one thing, under the real csrc/exchange/nvlink/peer_memory.cpp: prints what is said
+// of it, and how many handles, addresses and mappings are left. Argument: the function that fails, or an
+// attribute's number.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -98,7 +98,8 @@ int main(int, char** argv) {
   const bool imports = std::string(argv[1]) == "import";
   refused = argv[2];
   try {
-    const auto region = imports ? ep::nvlink::Region::import(3, 100, 0) : ep::nvlink::Region::create(3, 100);
+    const auto region = imports ? ep::nvlink::Region::reserve(3, 100) : ep::nvlink::Region::create(3, 100);
+    for (int times = imports ? 2 : 0; times != 0; --times) region->attach(3, 0);
     std::printf("%llu bytes\n", static_cast<unsigned long long>(region->bytes()));
   } catch (const std::runtime_error& error) {
     std::printf("%s\n", error.what());

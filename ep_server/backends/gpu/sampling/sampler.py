@@ -98,6 +98,7 @@ class GpuSampler:
         self._vocab, self._device, self._staging = vocab, device, staging
         self._requests: dict[int, _Sampled] = {}
         self._outputs: dict[int, list[int]] = {}  # what requests with penalties have drawn
+        self._rows = rows
         self._slot_of: dict[int, int] = {}
         self._free = list(range(rows))
         self._table = SamplingTable.of(rows, vocab, device)
@@ -131,6 +132,14 @@ class GpuSampler:
         if slot is not None:
             self._free.append(slot)
             self._plain.numbers, self._masked.numbers = [], []
+
+    def drop_steps(self) -> None:
+        """Forgets the draws that sampled_tokens() has not seen: the tables are written again.
+
+        No draw may be in flight.
+        """
+        self._slot_of, self._free = {}, list(range(self._rows))
+        self._plain.numbers, self._masked.numbers = [], []
 
     def sample(
         self,

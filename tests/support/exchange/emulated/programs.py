@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ep_server.exchange.host import HostExchange
 from tests.support.exchange import emulated
+from tests.support.exchange.killed_rank import Segment
 from tests.support.exchange.ranks import Peer
 
 
@@ -33,3 +34,11 @@ def one_dies(control: HostExchange, path: Path, death: str, on_timeout: str, pee
     with emulated.OnCpu():
         deaths = importlib.import_module("tests.support.exchange.gpu_deaths")
         return deaths.rank_1_dies(control, death, on_timeout, peer)
+
+
+def one_is_replaced(segment: Segment, path: Path, num_ranks: int, peer: Peer) -> Any:
+    """gpu_replaced.rank_of, without graphs."""
+    emulated.install(path)
+    with emulated.OnCpu():
+        replaced = importlib.import_module("tests.support.exchange.gpu_replaced")
+        return replaced.rank_of(segment, num_ranks, False, peer)

@@ -43,8 +43,10 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 namespace ep::nvlink {
 namespace {
 
-unsigned long long map_shared(uint64_t bytes, int fd) {
-  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+// At `address` if that is not 0, in place of what is there.
+unsigned long long map_shared(uint64_t bytes, int fd, unsigned long long address = 0) {
+  const int fixed = address != 0 ? MAP_FIXED : 0;
+  void* at = mmap(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | fixed, fd, 0);
   if (at == MAP_FAILED) throw std::runtime_error("mmap of a region failed");
   return reinterpret_cast<unsigned long long>(at);
 }
@@ -60,17 +62,23 @@ std::unique_ptr<Region> Region::create(int, uint64_t bytes) {
   region->address_ = map_shared(bytes, fd);
   return region;
 }
-std::unique_ptr<Region> Region::import(int, uint64_t bytes, int fd) {
+std::unique_ptr<Region> Region::reserve(int, uint64_t bytes) {
   std::unique_ptr<Region> region(new Region);
-  region->handle_ = dup(fd);
+  void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) throw std::runtime_error("mmap of addresses failed");
   region->bytes_ = bytes;
-  region->address_ = map_shared(bytes, fd);
+  region->address_ = reinterpret_cast<unsigned long long>(at);
   return region;
+}
+void Region::attach(int, int fd) {
+  if (handle_ != 0) close(int(handle_));
+  handle_ = dup(fd);
+  map_shared(bytes_, fd, address_);
 }
 int Region::export_fd() const { return dup(int(handle_)); }
 Region::~Region() {
   munmap(reinterpret_cast<void*>(address_), bytes_);
-  close(int(handle_));
+  if (handle_ != 0) close(int(handle_));
 }
 
 }  // namespace ep::nvlink

@@ -1,0 +1,130 @@
+"""Ranks on GPUs of which one is killed: waits end by the abort word, and a new process takes its place."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_server.errors import GroupAborted
+from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.host import open_group
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
+from ep_server.exchange.spec import control_spec
+from tests.support.compare import assert_equal
+from tests.support.exchange.expected import expect
+from tests.support.exchange.gpu_group import answer, factors_of, on_gpu
+from tests.support.exchange.killed_rank import LOST, Segment, replaced_spec
+from tests.support.exchange.ranks import Peer
+from tests.support.exchange.routing import Inputs, make_inputs
+from tests.support.gpus import gpu_of
+
+WAIT = 120.0
+
+
+def open_end(segment: Segment, rank: int, num_ranks: int, *, joins: bool = False) -> NvlinkExchange:
+    torch.cuda.set_device(gpu_of(rank))
+    spec = replaced_spec(rank, num_ranks)
+    return NvlinkExchange(spec, control=open_group(control_spec(spec), segment.fd), joins=joins)
+
+
+class Step:
+    """A pair on fixed tensors; `captured`: as a graph, which holds the addresses of all regions."""
+
+    def __init__(self, exchange: NvlinkExchange, *, captured: bool) -> None:
+        self.exchange, self.factors = exchange, factors_of(exchange.spec)
+        self.mine = on_gpu(make_inputs(exchange.spec, "max_tokens", 0)[exchange.spec.rank])
+        self.out = torch.empty_like(self.mine[0])
+        self.run()
+        exchange.synchronize()
+        self.graph = None
+        if captured:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.run()
+
+    def run(self) -> None:
+        received = self.exchange.dispatch(*self.mine)
+        self.exchange.combine(answer(received, self.factors), received, out=self.out)
+
+    def sums(self, inputs: Inputs) -> torch.Tensor:
+        """Of other inputs; waits for the GPU."""
+        for held, new in zip(self.mine, on_gpu(inputs), strict=True):
+            held.copy_(new)
+        self.out.fill_(torch.nan)
+        self.run() if self.graph is None else self.graph.replay()
+        self.exchange.synchronize()
+        return self.out.cpu()
+
+    def check(self, seeds: range) -> None:
+        spec = self.exchange.spec
+        for seed in seeds:
+            inputs = make_inputs(spec, "max_tokens", seed)
+            got = self.sums(inputs[spec.rank])
+            assert_equal(got, expect(spec, inputs).combined, f"rank {spec.rank}, seed {seed}")
+
+
+def survivor(segment: Segment, rank: int, num_ranks: int, captured: bool, peer: Peer) -> float:
+    """Returns: seconds from the report of the loss to the end of its kernels' waits."""
+    exchange = open_end(segment, rank, num_ranks)
+    step = Step(exchange, captured=captured)
+    step.check(range(1, 6))
+    peer.tell("waits")
+    peer.hear(WAIT)
+    with pytest.raises(GroupAborted):
+        step.sums(make_inputs(exchange.spec, "max_tokens", 6)[rank])
+    ended = time.monotonic()
+    peer.tell("ended")
+    reported = peer.hear(WAIT)
+    exchange.reset()
+    step.check(range(7, 12))
+    assert exchange.masked == frozenset()
+    exchange.barrier()
+    exchange.close()
+    return ended - float(reported)
+
+
+def lost(segment: Segment, num_ranks: int, captured: bool, peer: Peer) -> None:
+    exchange = open_end(segment, LOST, num_ranks)
+    Step(exchange, captured=captured).check(range(1, 6))
+    peer.tell("waits")
+    peer.hear(WAIT)  # killed instead
+
+
+def successor(segment: Segment, num_ranks: int, captured: bool, peer: Peer) -> None:
+    """Captures its graph alone, before it meets the others."""
+    peer.hear(WAIT)
+    exchange = open_end(segment, LOST, num_ranks, joins=True)
+    step = Step(exchange, captured=captured)
+    exchange.barrier()
+    spec, inputs = exchange.spec, make_inputs(exchange.spec, "max_tokens", 20)
+    alone = [replace(one, ids=torch.where(_owned(spec, one), one.ids, -1)) for one in inputs]
+    alone = [
+        one if rank == LOST else replace(one, ids=torch.full_like(one.ids, -1))
+        for rank, one in enumerate(alone)
+    ]
+    assert_equal(step.sums(inputs[LOST]), expect(spec, alone).combined, "alone")
+    peer.tell("ready")
+    peer.hear(WAIT)
+    exchange.reset()
+    step.check(range(7, 12))
+    exchange.barrier()
+    exchange.close()
+
+
+def _owned(spec: ExchangeSpec, inputs: Inputs) -> torch.Tensor:
+    own = torch.tensor([owner == LOST for owner in spec.placement])
+    return own[inputs.ids] & (inputs.ids >= 0)
+
+
+def rank_of(segment: Segment, num_ranks: int, captured: bool, peer: Peer) -> Any:
+    """What a process runs: the ranks in order, then the successor of the lost one."""
+    number = segment.number
+    if number == num_ranks:
+        return successor(segment, num_ranks, captured, peer)
+    if number == LOST:
+        return lost(segment, num_ranks, captured, peer)
+    return survivor(segment, number, num_ranks, captured, peer)
