@@ -80,7 +80,7 @@ def share_regions(
     A rank that fails leaves the others waiting: it must abort `control`.
 
     Args:
-        fresh: ranks that have attached nobody's region yet, the same on all ranks; None = all. Other ranks attach
+        fresh: ranks that have attached no region yet, the same on all ranks; None = all. The others attach
           theirs only, in place of what they had of these ranks.
     Raises: ConfigError where specs differ; StartupError where a peer's memory cannot be mapped; what attach()
       raises; ExchangeError where another rank failed.

@@ -1,0 +1,64 @@
+"""A rank that runs as on a GPU, a step ahead, outlives another one: no output changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.config import Config
+from tests.integration.ranks.test_interpreted_gpu import INTERPRETED
+from tests.support.ranks.serving import serving
+from tests.support.raw_client import Output
+
+PROMPT = [1, 5, 3, 7]
+NEW = 12
+# Everything that the device keeps of a request, and that runs ahead of the host.
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.5, "seed": 1},
+    {"temperature": 1.5, "seed": 2, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 2.0, "seed": 3, "presence_penalty": 0.7, "output_logprobs": True, "top_n": 2},
+    {"temperature": 2.0, "seed": 6, "regex": "[0-9]{60}", "ignore_eos": False},
+]
+
+
+def requests() -> list[dict[str, Any]]:
+    every = {"token_ids": PROMPT, "max_new_tokens": NEW, "ignore_eos": True}
+    return [every | one for one in ASKED]
+
+
+def seen(output: Output) -> tuple[Any, ...]:
+    """A prompt's kernels round otherwise than those of single tokens: logits differ in the last places."""
+    best = [[top.token_id for top in one.top] for one in output.logprobs]
+    return output.token_ids, output.text, best, output.finished.reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_no_output_changes() -> None:
+    config = Config.from_values(
+        {
+            "grpc.port": 0,
+            "model.path": str(DEMO_MODEL),
+            "model.dtype": "float32",
+            "exchange.reduction": "source",
+            "exchange.timeout_seconds": 60.0,
+            "parallel.graphs": False,  # their capture needs the other ranks here
+            "parallel.overlap": "off",
+            "parallel.ranks": 2,
+            "parallel.threads_per_rank": 1,
+            "resilience.max_losses": 100,
+            "scheduler.kv_blocks": 64,
+            "scheduler.max_step_tokens": 16,
+            "scheduler.max_running": 8,
+        }
+    )
+    async with serving(config, INTERPRETED) as served:
+        expected = [seen(output) for output in await served.run(requests())]
+        for rank in (1, 0):
+            pids = served.group.pids
+            outputs = await served.lose(rank, NEW // 2, requests())
+            assert [seen(output) for output in outputs] == expected
+            assert served.group.pids[1 - rank] == pids[1 - rank], "the other rank keeps its process"
