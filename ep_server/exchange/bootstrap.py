@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import asdict
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.spec import ExchangeSpec
@@ -100,6 +100,28 @@ def share_regions(
         for peer in sorted(peers):
             _attach(group, peer, names[peer])
         control.barrier()
+
+
+class Standing(NamedTuple):
+    """What a rank brings into a new generation. epoch: its last one. fresh: see share_regions()."""
+
+    epoch: int
+    fresh: bool
+
+
+_STANDING = struct.Struct("<Q?")
+
+
+def share_anew(control: Rendezvous, spec: ExchangeSpec, group: Shareable, mine: Standing) -> int:
+    """share_regions() with the ranks that are fresh, if there are any. Collective over the unmasked ranks.
+
+    Returns: the last epoch of all. Raises: as share_regions(); the rank is as fresh as before then.
+    """
+    records = control.all_gather(_STANDING.pack(*mine))
+    all_of = {rank: Standing(*_STANDING.unpack(record)) for rank, record in enumerate(records) if record}
+    if fresh := {rank for rank, one in all_of.items() if one.fresh}:
+        share_regions(control, spec, group, fresh)
+    return max(one.epoch for one in all_of.values())
 
 
 def _check_alike(control: Rendezvous, spec: ExchangeSpec) -> None:

@@ -11,10 +11,9 @@ Beyond the Protocol: tokens_on_device, bounded(), synchronize(), set_faults() an
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
@@ -36,7 +35,7 @@ from ep_server.exchange.api import (
     Wire,
     chosen,
 )
-from ep_server.exchange.bootstrap import share_regions
+from ep_server.exchange.bootstrap import Standing, share_anew, share_regions
 from ep_server.exchange.faults import Fault, encode_device_faults
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink.launch import (
@@ -66,9 +65,6 @@ from ep_server.exchange.validate import (
     rank_bits,
 )
 
-# What ranks exchange in reset(): the last epoch, and whether they have yet to attach the regions of others.
-_STANDING = struct.Struct("<Q?")
-
 
 class NvlinkExchange:
     """One rank's end of a group of GPUs. Satisfies api.FusedExchange and api.Membership.
@@ -84,7 +80,7 @@ class NvlinkExchange:
         on_timeout: "raise" aborts the group; "mask" continues without the peer.
         num_sms: multiprocessors that a kernel may fill; 0 = all; 1 is enough for any operation.
         validate: reads ids back and checks them before anything is sent; for tests, it waits for the GPU.
-        joins: the other ranks have started before. Until reset(), which all call, this one masks them.
+        joins: the others run already; this rank masks them until all call reset().
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
 
@@ -122,7 +118,7 @@ class NvlinkExchange:
             group = make_group(self.spec, self.device, on_timeout)
             launcher = Launcher(group, self.spec, self.shapes, num_sms)
             if self._fresh:
-                group.reset(0, rank_bits(self.spec, self._others))
+                group.reset(0, rank_bits(self.spec, set(range(self.spec.num_ranks)) - {self.spec.rank}))
             else:
                 share_regions(self._control, self.spec, group)
             group.watch(self._control.native.head, self._control.native)
@@ -319,10 +315,6 @@ class NvlinkExchange:
         """See Membership."""
         return frozenset(range(self.spec.num_ranks)) - self.masked
 
-    @property
-    def _others(self) -> frozenset[int]:
-        return frozenset(range(self.spec.num_ranks)) - {self.spec.rank}
-
     def mask(self, ranks: Iterable[int]) -> None:
         """See Membership. Also in a kernel that waits for them."""
         self._open().group.mask(rank_bits(self.spec, set(ranks) - {self.spec.rank}))
@@ -330,7 +322,6 @@ class NvlinkExchange:
     def reset(self, dead: Iterable[int] = ()) -> None:
         """See Membership. Waits for the GPU, whose waits for other ranks end first.
 
-        Ranks that join get the regions of the others and give theirs.
         Raises: as HostGroup.reset() and share_regions(). Call it again once all ranks are there.
         """
         launcher, gone = self._open(), frozenset(dead)
@@ -338,12 +329,9 @@ class NvlinkExchange:
         torch.cuda.synchronize(self.device)
         self._control.reset(gone)
         dispatches, combines, _ = launcher.group.epochs()
-        records = self._control.all_gather(_STANDING.pack(max(dispatches, combines), self._fresh))
-        standing = {rank: _STANDING.unpack(record) for rank, record in enumerate(records) if record}
-        last = max(epoch for epoch, _ in standing.values())
-        if fresh := {rank for rank, (_, fresh) in standing.items() if fresh}:
-            share_regions(self._control, self.spec, launcher.group, fresh)
-            self._fresh = False
+        standing = Standing(max(dispatches, combines), self._fresh)
+        last = share_anew(self._control, self.spec, launcher.group, standing)
+        self._fresh = False
         banks = self.spec.num_banks
         base = (last + 3 * banks) // banks * banks  # beyond every epoch of the old generation
         launcher.group.reset(base, rank_bits(self.spec, gone))
@@ -357,16 +345,7 @@ class NvlinkExchange:
 
     def statistics(self) -> ExchangeStatistics:
         """As the Protocol says. Kept on the GPU and copied on a stream of their own."""
-        found: dict[str, Any] = self._open().group.statistics()
-        local = found["local_expert_tokens"]
-        return {
-            "histograms": found["histograms"],
-            "sums": found["sums"],
-            "counters": found["counters"],
-            "peer_wait_ns": found["peer_wait_ns"],
-            "peer_wait_max_ns": found["peer_wait_max_ns"],
-            "expert_tokens": {e: local[i] for i, e in enumerate(self.spec.local_experts)},
-        }
+        return self._open().statistics()
 
     def __repr__(self) -> str:
         spec, what = self.spec, f"{self.device}, {self.spec.payload}, {self.spec.reduction}"

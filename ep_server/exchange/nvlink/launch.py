@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from ep_server.errors import (
 )
 from ep_server.exchange.api import (
     AddNorm,
+    ExchangeStatistics,
     Handle,
     Payload,
     PendingCombine,
@@ -166,6 +168,19 @@ class Launcher:
     def publish(self) -> None:
         """Publishes which banks were read, where no further kernel may follow for a while."""
         self.group.publish(self._stream())
+
+    def statistics(self) -> ExchangeStatistics:
+        """As Exchange.statistics."""
+        found: dict[str, Any] = self.group.statistics()
+        local = found["local_expert_tokens"]
+        return {
+            "histograms": found["histograms"],
+            "sums": found["sums"],
+            "counters": found["counters"],
+            "peer_wait_ns": found["peer_wait_ns"],
+            "peer_wait_max_ns": found["peer_wait_max_ns"],
+            "expert_tokens": {e: local[i] for i, e in enumerate(self.spec.local_experts)},
+        }
 
     def _stream(self, handle: DeviceHandle | None = None) -> int:
         """The current one. Records it with the allocator for a handle of another stream."""

@@ -8,10 +8,10 @@ import pytest
 
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.config import Config
-from tests.integration.ranks.test_interpreted_gpu import INTERPRETED
 from tests.support.ranks.serving import serving
 from tests.support.raw_client import Output
 
+INTERPRETED = "tests.support.ranks.interpreted_rank"
 PROMPT = [1, 5, 3, 7]
 NEW = 12
 # Everything that the device keeps of a request, and that runs ahead of the host.
