@@ -320,10 +320,7 @@ class NvlinkExchange:
         self._open().group.mask(rank_bits(self.spec, set(ranks) - {self.spec.rank}))
 
     def reset(self, dead: Iterable[int] = ()) -> None:
-        """See Membership. Waits for the GPU, whose waits for other ranks end first.
-
-        Raises: as HostGroup.reset() and share_regions(). Call it again once all ranks are there.
-        """
+        """See Membership. Ends the GPU's waits. Raises: as HostGroup.reset() and share_regions()."""
         launcher, gone = self._open(), frozenset(dead)
         launcher.group.abort()  # kernels may wait for a lost rank
         torch.cuda.synchronize(self.device)
