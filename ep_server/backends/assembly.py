@@ -162,6 +162,8 @@ def load_experts(model: RankModel, params: LoadParams, moves: Sequence[SlotMove]
     """
     dtype, compute = TORCH[model.dtype], model.compute
     threads = loading_threads(model.spec, model.dtype, 1, params.threads)
+    if compute.device.type == "cuda" and params.load_format != "dummy":
+        threads = min(params.threads, MOST_READERS)
     if params.load_format == "dummy":
         source = DummyReader(model.spec, params.seed, compute.device)
         load_slots(source, model.spec, dtype, compute, model.weights, moves, threads)

@@ -22,11 +22,12 @@ Held = Sequence[Sequence[int]]  # by layer, by slot of this rank: the expert, or
 class SlotTable:
     """For the tokens of one rank: the slots that serve each expert.
 
-    slots: [layers, E, WAYS] int64 on the device. Changes in place: captured graphs that read it stay valid.
+    slots: [layers, WAYS, E] int64 on the device: token t takes way t % WAYS. Changes in place, so captured
+      graphs that read it stay valid.
     """
 
     def __init__(self, layers: int, experts: int, device: torch.device | None = None) -> None:
-        self.slots = torch.zeros(layers, experts, WAYS, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(layers, WAYS, experts, dtype=torch.int64, device=device)
         self._first = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self._replicated = False
 
@@ -35,14 +36,14 @@ class SlotTable:
         table = torch.from_numpy(np.array(routes, dtype=np.int64))
         self._replicated = bool((table != table[..., :1]).any())
         self._first.copy_(table[..., 0])
-        self.slots.copy_(table)
+        self.slots.copy_(table.transpose(1, 2))
 
     def of(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         """The slots of a step's choices. ids: [T, K] int64 of experts. Returns: the same shape."""
         if not self._replicated:
             return self._first[layer].take(ids)
         ways = torch.arange(len(ids), device=ids.device) % WAYS
-        return self.slots[layer][ids, ways[:, None]]
+        return self.slots[layer][ways[:, None], ids]
 
 
 class ExpertRows:

@@ -69,7 +69,14 @@ def gpu_runner(
     device = model.compute.device
     cache = KvCache(model.spec, kv_blocks, plan.block_size, TORCH[model.kv_dtype], device)
     params = DecoderParams(
-        model.spec, model.weights, exchange, cache, model.max_context, model.compute, model.uniform
+        model.spec,
+        model.weights,
+        exchange,
+        cache,
+        model.max_context,
+        model.compute,
+        model.uniform,
+        model.slots,
     )
     sequences = min(plan.max_running, plan.max_step_tokens)
     longest = -(-model.max_context // plan.block_size)

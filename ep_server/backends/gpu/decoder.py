@@ -152,6 +152,7 @@ class GpuDecoder:
             ffn.bias,
             hopper_product(weight, self._limits.router),
             None if params.uniform is None else params.uniform.seed,
+            None if params.slots is None else params.slots.slots[index],
         )
         experts = hopper_experts(ffn.experts)
         return GpuMoe(router, params.exchange.spec, self.experts.rows[index], experts)

@@ -26,7 +26,14 @@ from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.sampling.sampler import GpuSampler
 from ep_server.backends.gpu.side_stream import SideStream
-from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors, ordered, sampled_slices
+from ep_server.backends.gpu.step_input import (
+    InputShape,
+    StepInput,
+    StepTensors,
+    ordered,
+    prompts_of,
+    sampled_slices,
+)
 from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.errors import InternalError
@@ -34,7 +41,7 @@ from ep_server.models.batch import cut
 from ep_server.models.decoder import DecoderParams, interleave
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.prompt_scorer import PromptScorer
-from ep_server.models.slots import Held, Routes
+from ep_server.models.slots import ExpertRows, Held, Routes
 from ep_server.models.timers import moe_counters, no_lap
 from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, SeqSlice, StepBatch
 
@@ -129,6 +136,7 @@ class GpuRunner:
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
         self._masked = np.zeros(3, dtype=np.int64)  # see statistics()
+        self._expert_rows: ExpertRows | None = None  # once place() was called
         self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
         self._clock = DeviceClock(self._device, options.timed_every)
         self._clock.warm_up()
@@ -285,7 +293,11 @@ class GpuRunner:
         and how often the device had nothing left to do by then.
         """
         clock, (total, active) = self._clock.read(), self._counted.take()
-        experts = dict(zip(self._params.exchange.spec.local_experts, total.sum(0).tolist(), strict=True))
+        if self._expert_rows is None:
+            local = self._params.exchange.spec.local_experts
+            experts = dict(zip(local, total.sum(0).tolist(), strict=True))
+        else:
+            experts = self._expert_rows.by_expert(total.numpy())
         counters = {"experts_active": int(active), "kernels_compiled": self._compilations.count}
         masked = zip(
             ("masked_steps", "mask_wait_ns", "mask_starved_steps"), self._masked.tolist(), strict=True
@@ -293,15 +305,30 @@ class GpuRunner:
         counters |= {name: count for name, count in masked if self._masked[0]}
         if clock.counters.get("timed_steps"):
             counters |= moe_counters(clock.histograms, clock.sums, sum(self._params.spec.sparse_layers))
-        return RunnerStatistics(clock.histograms, clock.sums, experts, counters | clock.counters)
+        return RunnerStatistics(
+            clock.histograms,
+            clock.sums,
+            experts,
+            counters | clock.counters,
+            experts_move=self._expert_rows is not None,
+        )
 
     def place(self, routes: Routes, held: Held) -> None:
         """See Runner."""
-        raise InternalError("GPU ranks keep their experts where they are")
+        table, counts = self._params.slots, self._counted.take()[0].numpy()
+        if table is None:
+            raise InternalError("the experts of this rank cannot move")
+        table.set(routes)
+        if self._expert_rows is None:
+            self._expert_rows = ExpertRows(self._params.spec.router.num_experts, held)
+        else:
+            self._expert_rows.moved(counts, held)
 
     def expert_rows(self) -> np.ndarray:
-        """See Runner."""
-        raise InternalError("GPU ranks keep their experts where they are")
+        """See Runner. Maybe without steps in flight."""
+        if self._expert_rows is None:
+            raise InternalError("the experts of this rank cannot move")
+        return self._expert_rows.of(self._counted.take()[0].numpy())
 
     def _await(self, what: str) -> None:
         await_device(self._device, self._seconds, what)
@@ -367,23 +394,3 @@ class GpuRunner:
 def sizes_of(rows: int, micro_batches: int) -> list[int]:
     """Rows of each micro-batch: as even as possible, the first one the largest."""
     return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]
-
-
-def prompts_of(rows: int, shape: InputShape, blocks: int, max_context: int) -> StepBatch:
-    """Prompts of `rows` rows together, or of as many as fit, in the first blocks of the cache.
-
-    Args:
-        shape: of the largest step. blocks: of the cache. max_context: longest sequence, tokens.
-    """
-    pieces = list[SeqSlice]()
-    held, left = min(shape.blocks, blocks), rows  # blocks of a sequence, rows still to place
-    while left > 0 and len(pieces) < shape.sequences:
-        first = len(pieces) * held
-        own = range(first, min(first + held, blocks))
-        count = min(left, len(own) * shape.block_size, max_context)
-        if count == 0:
-            break
-        used = tuple(own[: -(-count // shape.block_size)])
-        pieces.append(SeqSlice(len(pieces), 0, (0,) * count, used, sample=False))
-        left -= count
-    return StepBatch(tuple(pieces), rows - left)

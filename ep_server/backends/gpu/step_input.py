@@ -204,6 +204,26 @@ def sampled_slices(batch: StepBatch) -> list[SeqSlice]:
     return [piece for piece in ordered(batch) if piece.sample]
 
 
+def prompts_of(rows: int, shape: InputShape, blocks: int, max_context: int) -> StepBatch:
+    """Prompts of `rows` rows together, or of as many as fit, in the first blocks of the cache.
+
+    Args:
+        shape: of the largest step. blocks: of the cache. max_context: longest sequence, tokens.
+    """
+    pieces = list[SeqSlice]()
+    held, left = min(shape.blocks, blocks), rows  # blocks of a sequence, rows still to place
+    while left > 0 and len(pieces) < shape.sequences:
+        first = len(pieces) * held
+        own = range(first, min(first + held, blocks))
+        count = min(left, len(own) * shape.block_size, max_context)
+        if count == 0:
+            break
+        used = tuple(own[: -(-count // shape.block_size)])
+        pieces.append(SeqSlice(len(pieces), 0, (0,) * count, used, sample=False))
+        left -= count
+    return StepBatch(tuple(pieces), rows - left)
+
+
 def _write(
     columns: np.ndarray, slices: Sequence[SeqSlice], spans: Spans, slots: np.ndarray, drawn: Mapping[int, int]
 ) -> int:

@@ -39,6 +39,7 @@ class GpuRouter:
     layer: its number. weight: [E, H], see router_weight(). bias: [E] float32, see MoeWeights.
     hopper: the Hopper kernel for few rows; None if there is none.
     seed: for experts drawn at random; None if the router chooses.
+    slots: [W, E] of models.slots.SlotTable; None where the exchange numbers experts as the router does.
     """
 
     layer: int
@@ -47,14 +48,15 @@ class GpuRouter:
     bias: torch.Tensor | None = None
     hopper: HopperProduct | None = None
     seed: int | None = None
+    slots: torch.Tensor | None = None
 
     def choose(self, x: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x: [T, H], normed: expert ids [T, K] int64, -1 for padded rows, and weights [T, K] float32."""
+        """Of x: [T, H], normed: ids [T, K] int64 of the exchange, -1 for padding; weights [T, K] float32."""
         ids = torch.empty(len(x), self.spec.top_k, dtype=torch.int64, device=x.device)
         gates = torch.empty(len(x), self.spec.top_k, dtype=torch.float32, device=x.device)
         drawn = None if self.seed is None else Drawn(step.numbers, step.positions, self.seed, self.layer)
         logits = product(x, self.hopper, self._logits)
-        route(logits, Choice(self.spec, ids, gates, self.bias, step.live, drawn))
+        route(logits, Choice(self.spec, ids, gates, self.bias, step.live, drawn, self.slots))
         return ids, gates
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ep_server.backends.gpu.runner import prompts_of
-from ep_server.backends.gpu.step_input import InputShape
+from ep_server.backends.gpu.step_input import InputShape, prompts_of
 
 SHAPE = InputShape(tokens=512, sequences=6, blocks=7, block_size=16)  # sequences of up to 112 positions
 

@@ -47,6 +47,7 @@ class Choice:
     ids: [T, K] int64, distinct per token, best choice first. weights: [T, K] float32.
     bias: [E] float32, with spec.bias only. num_tokens: [1] int32, rows that are tokens; None = all.
     drawn: draw experts at random instead; they get the router's weights.
+    slots: [W, E] int64; ids are then slots[t % W, e] instead of e. No kernel writes it.
     """
 
     spec: RouterSpec
@@ -55,6 +56,7 @@ class Choice:
     bias: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     drawn: Drawn | None = None
+    slots: torch.Tensor | None = None
 
     def check(self, rows: int) -> None:
         """Raises InternalError for a shape, dtype or layout that does not fit so many rows."""
@@ -68,6 +70,8 @@ class Choice:
         expect("weights", self.weights, torch.float32, (rows, spec.top_k))
         if self.num_tokens is not None:
             expect("num_tokens", self.num_tokens, torch.int32, (1,))
+        if self.slots is not None:
+            expect("slots", self.slots, torch.int64, (None, spec.num_experts))
         if self.drawn is not None:
             expect("numbers", self.drawn.numbers, torch.int32, (rows,))
             expect("positions", self.drawn.positions, torch.int32, (rows,))
@@ -133,22 +137,25 @@ def _best_groups(
 
 @triton.jit(do_not_specialize=["layer", "seed"])
 def _route_kernel(
-    logits, bias, num_tokens, numbers, positions, ids, weights, pitch, part, eps, scale, seed, layer,
-    EXPERTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    logits, bias, num_tokens, numbers, positions, slots, ids, weights, pitch, part, eps, scale, seed, layer,
+    EXPERTS: tl.constexpr, WAYS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    live = True
-    if num_tokens is not None:  # no branch, so that the loads below overlap this one
-        live = token < tl.load(num_tokens)
     size: tl.constexpr = EXPERTS // GROUPS
     lanes: tl.constexpr = GROUP_BLOCK * SIZE_BLOCK
     lane = tl.arange(0, lanes)
     expert = lane // SIZE_BLOCK * size + lane % SIZE_BLOCK
     real = (lane // SIZE_BLOCK < GROUPS) & (lane % SIZE_BLOCK < size)
+    place = expert
+    if slots is not None:  # of every expert, while the previous kernel still runs: nobody waits for it then
+        place = tl.load(slots + token % WAYS * EXPERTS + expert, mask=real, other=0).to(tl.int32)
+    after_previous(EARLY)
+    live = True
+    if num_tokens is not None:  # no branch, so that the loads below overlap this one
+        live = token < tl.load(num_tokens)
     x = tl.where(
         real, load_sum(logits + token * pitch + expert, real, part, PARTS, tl.float32), float("-inf")
     )
@@ -174,7 +181,7 @@ def _route_kernel(
     gates = tl.where(slot < K, tl.gather(score, best, 0), 0.0)
     if RENORMALISE:
         gates /= tl.sum(gates, axis=0) + eps
-    chosen = best // SIZE_BLOCK * size + best % SIZE_BLOCK
+    chosen = tl.gather(place, best, 0) if slots is not None else best // SIZE_BLOCK * size + best % SIZE_BLOCK
     tl.store(ids + token * K + slot, tl.where(live, chosen, -1).to(tl.int64), mask=slot < K)
     tl.store(weights + token * K + slot, tl.where(live, gates * scale, 0.0), mask=slot < K)
 
@@ -195,9 +202,10 @@ def route(logits: torch.Tensor | Partial, choice: Choice) -> None:
         draw = (drawn.numbers, drawn.positions, drawn.seed, drawn.layer)
     if tokens:
         _route_kernel[(tokens,)](
-            given.rows, choice.bias, choice.num_tokens, *draw[:2], choice.ids, choice.weights,
+            given.rows, choice.bias, choice.num_tokens, *draw[:2], choice.slots, choice.ids, choice.weights,
             given.rows.stride(0), given.step, spec.renorm_eps, spec.scale, *draw[2:],
-            EXPERTS=experts, K=spec.top_k, GROUPS=spec.groups, TOP_GROUPS=spec.top_groups,
+            EXPERTS=experts, WAYS=1 if choice.slots is None else len(choice.slots), K=spec.top_k,
+            GROUPS=spec.groups, TOP_GROUPS=spec.top_groups,
             SIGMOID=spec.score is Score.SIGMOID, TOP2=spec.group_score is GroupScore.TOP2_SUM,
             RENORMALISE=spec.renormalise, GROUP_BLOCK=block(spec.groups),
             SIZE_BLOCK=block(experts // spec.groups), K_BLOCK=block(spec.top_k), PARTS=given.parts,

@@ -82,6 +82,23 @@ def test_partial_sums_of_logits(name: str, parts: int) -> None:
     assert torch.allclose(weights, want_weights, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("ways", [1, 3, 12])
+@pytest.mark.parametrize("name", ["qwen3", "olmoe", "odd-groups", "one"])
+def test_ids_are_slots_of_a_tokens_way(name: str, ways: int) -> None:
+    spec, tokens = SPECS[name], 7
+    logits = random(tokens, spec.num_experts)
+    bias = random(spec.num_experts, seed=1, scale=0.3) if spec.bias else None
+    slots = torch.randperm(ways * spec.num_experts, generator=torch.Generator().manual_seed(1))
+    slots = slots.view(ways, spec.num_experts).to(DEVICE)
+    experts, wanted = run(logits, bias, spec)
+    ids, weights = torch.empty_like(experts), torch.empty_like(wanted)
+    live = torch.tensor([tokens - 1], dtype=torch.int32, device=DEVICE)
+    route(logits, Choice(spec, ids, weights, bias, live, slots=slots))
+    way = torch.arange(tokens - 1, device=DEVICE)[:, None] % ways
+    assert torch.equal(ids[:-1], slots[way, experts[:-1]])
+    assert (ids[-1] == -1).all() and torch.equal(weights[:-1], wanted[:-1])
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_equal_choices_go_to_the_lower_id(name: str) -> None:
     spec = SPECS[name]
