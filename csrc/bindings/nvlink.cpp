@@ -318,8 +318,14 @@ void bind_nvlink(py::module_& m) {
   py::class_<nvlink::Region>(m, "PeerMemory", "Zeroed GPU memory that other processes of this host can map.")
       .def(py::init(&nvlink::Region::create), py::arg("device"), py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>())
-      .def_static("attach", &nvlink::Region::import, py::arg("device"), py::arg("bytes"), py::arg("fd"),
-                  py::call_guard<py::gil_scoped_release>())
+      .def_static(
+          "attach",
+          [](int device, uint64_t bytes, int fd) {
+            auto region = nvlink::Region::reserve(device, bytes);
+            region->attach(device, fd);
+            return region;
+          },
+          py::arg("device"), py::arg("bytes"), py::arg("fd"), py::call_guard<py::gil_scoped_release>())
       .def("export_fd", &nvlink::Region::export_fd)
       .def_property_readonly("address", [](const nvlink::Region& region) {
         return reinterpret_cast<uintptr_t>(region.data());
