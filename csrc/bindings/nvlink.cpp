@@ -327,9 +327,8 @@ void bind_nvlink(py::module_& m) {
           },
           py::arg("device"), py::arg("bytes"), py::arg("fd"), py::call_guard<py::gil_scoped_release>())
       .def("export_fd", &nvlink::Region::export_fd)
-      .def_property_readonly("address", [](const nvlink::Region& region) {
-        return reinterpret_cast<uintptr_t>(region.data());
-      });
+      .def_property_readonly(
+          "address", [](const nvlink::Region& region) { return reinterpret_cast<uintptr_t>(region.data()); });
 
   py::class_<Group>(m, "Group", "One rank's end of a group of GPUs.")
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,
