@@ -8,6 +8,7 @@ multiprocessors:
     stores      16-byte stores of registers to the next rank, as many bytes
     dispatch    along known routes, FP8 rows with scales that are already cast, and BF16 rows
     combine     BF16 rows back, summed in float32
+                both with rows that leave by the copy engine (copy), or by stores of warps (store)
     NCCL        all_to_all_single of the same rows, deduplicated, counts known
     call        dispatch and combine through DeepEP's API, per call with its host work
     pair LL     one dispatch and one combine of the low-latency kernels, with all multiprocessors
@@ -142,12 +143,18 @@ class Bench:
             for size in sorted(set(row_bytes.values())):
                 us = self.replay(partial(self.stores, sms, remote * size))
                 stores[size] = self.note("stores", tokens, sms, us, remote * size).gbs
-            for what, rows in forms.items():
-                us = self.replay(self.dispatcher(rows, plan, arrival, sms))
-                self.line(self.note(what, tokens, sms, us, remote * row_bytes[what]), stores[row_bytes[what]])
-            us = self.replay(self.combiner(Returned(returned), plan, sms))
-            link = remote * row_bytes["combine BF16"]
-            self.line(self.note("combine BF16", tokens, sms, us, link), stores[row_bytes["combine BF16"]])
+            for path, engine in (("copy", True), ("store", False)):
+                self.bulk.engine = engine
+                for what, rows in forms.items():
+                    us = self.replay(self.dispatcher(rows, plan, arrival, sms))
+                    rate = self.note(f"{what} {path}", tokens, sms, us, remote * row_bytes[what])
+                    self.line(rate, stores[row_bytes[what]])
+                us = self.replay(self.combiner(Returned(returned), plan, sms))
+                link = remote * row_bytes["combine BF16"]
+                rate = self.note(f"combine BF16 {path}", tokens, sms, us, link)
+                self.line(rate, stores[row_bytes["combine BF16"]])
+                self.check(x, (fp8, scales), (ids, weights), in_rank, plan, arrival)
+        self.bulk.engine = True
         self.nccl(fp8, x, sent, plan, remote, tokens)
         self.low_latency(x, ids, weights, remote, tokens)
 
@@ -155,7 +162,7 @@ class Bench:
         """Prints a rate beside that of plain stores."""
         if self.rank == 0:
             print(
-                f"{rate.what:15} T={rate.tokens:5} {rate.sms:3} SMs {rate.us:8.1f} us {rate.gbs:6.1f} GB/s"
+                f"{rate.what:20} T={rate.tokens:5} {rate.sms:3} SMs {rate.us:8.1f} us {rate.gbs:6.1f} GB/s"
                 + (f"   stores {stores:6.1f} GB/s, ratio {rate.gbs / stores:.2f}" if stores else ""),
                 flush=True,
             )
@@ -167,7 +174,7 @@ class Bench:
 
     def dispatcher(self, rows: Rows, plan: Plan, arrival: Arrival, sms: int) -> Callable[[], None]:
         """A dispatch along known routes, always to the start of the heap."""
-        args = dispatch_args(rows, plan, arrival, 0)
+        args = dispatch_args(rows, plan, arrival, 0, self.bulk.engine)
         group = self.bulk.group
         return lambda: group.bulk_dispatch(torch.cuda.current_stream().cuda_stream, sms, args)
 
@@ -175,7 +182,7 @@ class Bench:
         """A combine, always through the start of the heap."""
         tokens, hidden = plan.places.shape[0], returned.x.shape[1]
         out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=self.device)
-        args = combine_args(returned, plan, (out, out), 0)
+        args = combine_args(returned, plan, (out, out), 0, self.bulk.engine)
         group, keep = self.bulk.group, (out, returned)
         return lambda: keep and group.bulk_combine(torch.cuda.current_stream().cuda_stream, sms, args)
 

@@ -47,6 +47,7 @@ class BulkDispatchArgs:
         scale_column: int = 0,
         sources: bool = False,
         fill: bool = False,
+        engine: bool = True,
     ) -> None: ...
 
 class BulkCombineArgs:
@@ -66,6 +67,7 @@ class BulkCombineArgs:
         tokens: int,
         row_bytes: int,
         top_k: int = 0,
+        engine: bool = True,
     ) -> None: ...
 
 class DispatchSendArgs:

@@ -189,7 +189,8 @@ void bind_bulk(py::module_& m) {
       .def(py::init([](uintptr_t x, uintptr_t scales, uintptr_t ids, uintptr_t weights, uintptr_t places,
                        uintptr_t prefix, uint64_t offset, uint32_t capacity, uint32_t tokens,
                        uint32_t row_bytes, uint32_t scale_words, uint32_t top_k, uint32_t local_experts,
-                       uint32_t scale_row, uint32_t scale_column, bool sources, bool fill) {
+                       uint32_t scale_row, uint32_t scale_column, bool sources, bool fill,
+                       bool engine) {
              return cuda::BulkDispatchArgs{pointer<void>(x),
                                            pointer<uint32_t>(scales),
                                            pointer<int64_t>(ids),
@@ -205,18 +206,19 @@ void bind_bulk(py::module_& m) {
                                            scale_row,
                                            scale_column,
                                            sources,
-                                           fill};
+                                           fill,
+                                           engine};
            }),
            py::kw_only(), py::arg("x"), py::arg("scales") = 0, py::arg("ids") = 0, py::arg("weights") = 0,
            py::arg("places"), py::arg("prefix"), py::arg("offset"), py::arg("capacity"), py::arg("tokens"),
            py::arg("row_bytes"), py::arg("scale_words") = 0, py::arg("top_k") = 0,
            py::arg("local_experts") = 0, py::arg("scale_row") = 0, py::arg("scale_column") = 0,
-           py::arg("sources") = false, py::arg("fill") = false);
+           py::arg("sources") = false, py::arg("fill") = false, py::arg("engine") = true);
   py::class_<cuda::BulkCombineArgs>(m, "BulkCombineArgs")
       .def(py::init([](uintptr_t x, uintptr_t weights, uintptr_t first_bias, uintptr_t second_bias,
                        uintptr_t places, uintptr_t prefix, uintptr_t out, uintptr_t out_weights,
                        uint64_t offset, uint32_t capacity, uint32_t tokens, uint32_t row_bytes,
-                       uint32_t top_k) {
+                       uint32_t top_k, bool engine) {
              return cuda::BulkCombineArgs{pointer<void>(x),
                                           pointer<float>(weights),
                                           {pointer<void>(first_bias), pointer<void>(second_bias)},
@@ -227,12 +229,13 @@ void bind_bulk(py::module_& m) {
                                           {offset, capacity},
                                           tokens,
                                           row_bytes,
-                                          top_k};
+                                          top_k,
+                                          engine};
            }),
            py::kw_only(), py::arg("x"), py::arg("weights") = 0, py::arg("first_bias") = 0,
            py::arg("second_bias") = 0, py::arg("places"), py::arg("prefix"), py::arg("out"),
            py::arg("out_weights") = 0, py::arg("offset"), py::arg("capacity"), py::arg("tokens"),
-           py::arg("row_bytes"), py::arg("top_k") = 0);
+           py::arg("row_bytes"), py::arg("top_k") = 0, py::arg("engine") = true);
   m.def("bulk_block", &bulk_block, py::kw_only(), py::arg("rows"), py::arg("row_bytes"),
         py::arg("scale_words") = 0, py::arg("top_k") = 0, py::arg("with_ids") = false,
         py::arg("with_sources") = false);

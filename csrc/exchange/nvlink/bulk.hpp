@@ -48,6 +48,7 @@ struct BulkDispatchArgs {
   uint32_t scale_row, scale_column;  // strides in words
   bool sources;                      // the block has room for the numbers of the tokens
   bool fill;                         // ids behind the last row become -1
+  bool engine;                       // rows leave by the copy engine, not by stores of a warp
 };
 
 struct BulkCombineArgs {
@@ -60,30 +61,33 @@ struct BulkCombineArgs {
   float* out_weights;      // [T, K] or null
   BulkTarget target;       // capacity: (R - 1) * T
   uint32_t tokens, row_bytes, top_k;
+  bool engine;  // as with dispatch
 };
 
-// A ring of stages in shared memory, one for each warp that copies.
+// A ring of stages in shared memory, one for each warp that copies. A row is cut into equal pieces.
 struct BulkRing {
-  static constexpr uint32_t kStages = 6, kLead = 3;       // kLead: loads in flight ahead of the stores
-  static constexpr uint32_t kPiece = 16 * 1024;           // most bytes of a stage
-  static constexpr uint32_t kMostShared = 176 * 1024;     // of a block
-  static constexpr uint32_t kBarriers = 128;              // bytes for the barriers of a warp
-  static constexpr uint32_t kMaxWarps = 4;
+  static constexpr uint32_t kStages = 10, kLead = 5;  // kLead: loads in flight ahead of the stores
+  static constexpr uint32_t kPiece = 4096;            // most bytes of a stage
+  static constexpr uint32_t kAlign = 128;             // of stages: the copy engine is slow elsewhere
+  static constexpr uint32_t kWarps = 4;               // that copy, of a block
 
   EP_HOST_DEVICE static constexpr uint32_t piece(uint32_t row_bytes) {
-    return row_bytes < kPiece ? row_bytes : kPiece;
+    const uint32_t count = (row_bytes + kPiece - 1) / kPiece;
+    return uint32_t(align_up((row_bytes + count - 1) / count, kAlign));
   }
+  // The barriers of a warp come first.
   EP_HOST_DEVICE static constexpr uint32_t bytes(uint32_t row_bytes) {
-    return kBarriers + kStages * uint32_t(align_up(piece(row_bytes), 128));
+    return kAlign + kStages * piece(row_bytes);
   }
-  EP_HOST_DEVICE static constexpr uint32_t warps(uint32_t row_bytes) {
-    const uint32_t fit = kMostShared / bytes(row_bytes);
-    return fit < 1 ? 1 : fit > kMaxWarps ? kMaxWarps : fit;
+  // Of a block; its rings start at a multiple of kAlign.
+  EP_HOST_DEVICE static constexpr uint32_t shared(uint32_t row_bytes) {
+    return kAlign + kWarps * bytes(row_bytes);
   }
 };
+static_assert(BulkRing::kStages * sizeof(uint64_t) <= BulkRing::kAlign);
 constexpr uint32_t kBulkPlanThreads = 256;
 constexpr uint32_t kBulkDispatchThreads = 256;  // the warps that do not copy rows write what goes with them
-constexpr uint32_t kBulkCombineThreads = 512;   // they sum
+constexpr uint32_t kBulkCombineThreads = 512;   // here they sum
 
 struct BulkLaunch {
   cudaStream_t stream;

@@ -1,5 +1,5 @@
-// Returns rows to their tokens' source and sums them there, in float32 and in rank order. One warp of each block
-// copies rows to their sources. The others sum tokens whose rows have come, so both directions overlap.
+// Returns rows to their tokens' source and sums them there, in float32 and in rank order. Some warps of each
+// block copy rows to their sources. The others sum tokens whose rows have come, so both overlap.
 #include "exchange/nvlink/bulk_copy.cuh"
 #include "exchange/nvlink/weighted_sum.cuh"
 
@@ -8,67 +8,81 @@ namespace {
 
 constexpr uint32_t kChunkRows = BulkLayout::kChunkRows;
 
-// Number of the first row from `source` in the block of rank `to`.
-__device__ __forceinline__ uint32_t first_row(const Device& g, const int32_t* prefix, uint32_t source,
-                                              uint32_t to) {
-  return source == 0 ? 0 : uint32_t(prefix[(source - 1) * g.num_ranks + to]);
-}
+// Where the rows of each source begin in this rank's block. In shared memory.
+struct Begins {
+  uint32_t at[kMaxPeers + 1];
+
+  __device__ __forceinline__ void find(const Device& g, const int32_t* prefix) {
+    if (threadIdx.x < g.num_ranks) at[threadIdx.x + 1] = uint32_t(prefix[threadIdx.x * g.num_ranks + g.rank]);
+    if (threadIdx.x == 0) at[0] = 0;
+  }
+  __device__ __forceinline__ uint32_t rows(uint32_t source) const { return at[source + 1] - at[source]; }
+};
 
 // The block of a source has a part for each other rank.
 __device__ __forceinline__ uint32_t part_of(uint32_t source, uint32_t expert_rank) {
   return expert_rank < source ? expert_rank : expert_rank - 1;
 }
 
-// The rows that one warp returns: chunks first, first + step, ... of a list that takes all sources in turn.
-struct Returned {
-  uint32_t source, begin, count;  // rows of this rank; none = count 0
+// Rows that return together, of a list that takes all sources in turn. count: 0 = none.
+struct Chunk {
+  uint32_t source, number, begin, count;  // number: among the rows from the source; begin: in this rank's block
 };
-__device__ __forceinline__ Returned chunk_of(const Device& g, const int32_t* prefix, uint32_t number) {
-  const uint32_t others = g.num_ranks - 1, chunk = number / others, i = number - chunk * others;
+__device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins, uint32_t place) {
+  const uint32_t others = g.num_ranks - 1, number = place / others, i = place - number * others;
   const uint32_t source = g.rank + 1 + i < g.num_ranks ? g.rank + 1 + i : g.rank + 1 + i - g.num_ranks;
-  const uint32_t first = first_row(g, prefix, source, g.rank);
-  const uint32_t end = uint32_t(prefix[source * g.num_ranks + g.rank]), begin = first + chunk * kChunkRows;
-  return {source, begin, begin < end ? min(kChunkRows, end - begin) : 0};
+  const uint32_t begin = begins.at[source] + number * kChunkRows, end = begins.at[source + 1];
+  return {source, number, begin, begin < end ? min(kChunkRows, end - begin) : 0};
 }
 
+// Tells the source that a chunk is there. The whole warp calls it.
+__device__ __forceinline__ void publish(const Device& g, const Chunk& c, uint64_t operation) {
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0 && c.count != 0)
+    store_release(g.regions[c.source] + g.bulk.chunk_at(g.rank, c.number), operation);
+}
+
+// Waits until the pieces of all chunks but the last are written.
+__device__ __forceinline__ void await_chunk_before(uint32_t pieces) {
+  if (pieces >= 16)
+    await_pieces_written<16>();
+  else if (pieces >= 8)
+    await_pieces_written<8>();
+  else
+    await_pieces_written<kChunkRows>();
+}
+
+// One warp returns chunks first, first + step, ...
 __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
-                                            std::byte* shared, uint32_t first, uint32_t step) {
+                                            const Begins& begins, uint32_t first, uint32_t step) {
   const uint32_t lane = threadIdx.x % kWarp, others = g.num_ranks - 1;
   uint32_t most = 0;
   for (uint32_t s = 0; s < g.num_ranks; ++s)
-    if (s != g.rank)
-      most = max(most, uint32_t(a.prefix[s * g.num_ranks + g.rank]) - first_row(g, a.prefix, s, g.rank));
+    if (s != g.rank) most = max(most, begins.rows(s));
   const uint32_t chunks = (most + kChunkRows - 1) / kChunkRows * others;
   const uint32_t mine = first < chunks ? (chunks - first + step - 1) / step : 0;
   const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
   const uint32_t per_chunk = kChunkRows * pieces;
   const auto* x = static_cast<const std::byte*>(a.x);
-  const auto publish = [&](uint32_t i) {
-    const uint32_t number = first + i * step;
-    const Returned c = chunk_of(g, a.prefix, number);
-    if (lane == 0 && c.count != 0)
-      store_release(g.regions[c.source] + g.bulk.chunk_at(g.rank, number / others), o.operation);
-  };
-  BulkCopy copy(shared, a.row_bytes);
+  BulkCopy copy(a.row_bytes, a.engine);
   copy.run(
       mine * per_chunk,
       [&](uint32_t i, uint32_t& bytes) {
         const uint32_t of = i / per_chunk, rest = i - of * per_chunk, row = rest / pieces,
                        at = (rest - row * pieces) * piece;
-        const Returned c = chunk_of(g, a.prefix, first + of * step);
+        const Chunk c = chunk_of(g, begins, first + of * step);
         bytes = row < c.count ? min(piece, a.row_bytes - at) : 0;
         return static_cast<const void*>(x + uint64_t(c.begin + row) * a.row_bytes + at);
       },
       [&](uint32_t i, const std::byte* stage, uint32_t bytes) {
         const uint32_t of = i / per_chunk, rest = i - of * per_chunk, row = rest / pieces,
                        at = (rest - row * pieces) * piece;
-        const uint32_t number = first + of * step;
-        const Returned c = chunk_of(g, a.prefix, number);
+        const Chunk c = chunk_of(g, begins, first + of * step);
         const BulkPeer peer = o.peers[c.source];
-        const uint32_t tokens = peer.capacity / others, place = number / others * kChunkRows + row;
+        const uint32_t tokens = peer.capacity / others, place = c.number * kChunkRows + row;
         if (place >= tokens) return;
         const uint64_t to = uint64_t(part_of(c.source, g.rank)) * tokens + place;
-        store_piece(peer.block + to * a.row_bytes + at, stage, bytes);
+        copy.store(peer.block + to * a.row_bytes + at, stage, bytes);
         if (at != 0 || a.weights == nullptr || lane >= a.top_k) return;
         const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);
         reinterpret_cast<float*>(peer.block + b.weights)[to * a.top_k + lane] =
@@ -76,13 +90,15 @@ __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineAr
       },
       [&](uint32_t i) {
         const uint32_t of = i / per_chunk;
-        if (of == 0 || i - of * per_chunk != per_chunk - 1) return;
-        await_pieces_written<kChunkRows>();  // those of the chunk before
-        __syncwarp();
-        publish(of - 1);
+        if (i - of * per_chunk != per_chunk - 1) return;
+        if (!a.engine) {
+          publish(g, chunk_of(g, begins, first + of * step), o.operation);
+        } else if (of != 0) {
+          await_chunk_before(per_chunk);
+          publish(g, chunk_of(g, begins, first + (of - 1) * step), o.operation);
+        }
       });
-  __syncwarp();
-  if (mine != 0) publish(mine - 1);
+  if (a.engine && mine != 0) publish(g, chunk_of(g, begins, first + (mine - 1) * step), o.operation);
 }
 
 // 8 bf16 channels added to 8 sums.
@@ -114,13 +130,12 @@ struct Words {
   }
 };
 
-// Where the row of each rank for a token is; lane = rank. null = none.
+// Where the row of each rank for a token is; lane = rank. null = none. begin: of this rank's own rows.
 __device__ __forceinline__ const std::byte* row_from(const Device& g, const BulkCombineArgs& a, int32_t place,
-                                                     uint32_t rank, const BulkPeer& own) {
+                                                     uint32_t rank, const BulkPeer& own, uint32_t begin) {
   if (place < 0) return nullptr;
   if (rank == g.rank)
-    return static_cast<const std::byte*>(a.x) +
-           uint64_t(first_row(g, a.prefix, g.rank, g.rank) + uint32_t(place)) * a.row_bytes;
+    return static_cast<const std::byte*>(a.x) + uint64_t(begin + uint32_t(place)) * a.row_bytes;
   return own.block + (uint64_t(part_of(g.rank, rank)) * a.tokens + uint32_t(place)) * a.row_bytes;
 }
 
@@ -165,7 +180,7 @@ __device__ __forceinline__ void sum_token(const Device& g, const BulkCombineArgs
 
 // Lane = choice.
 __device__ __forceinline__ void sum_weights(const Device& g, const BulkCombineArgs& a, const BulkPeer& own,
-                                            uint32_t token, int32_t place) {
+                                            uint32_t token, int32_t place, uint32_t begin) {
   const uint32_t lane = threadIdx.x % kWarp;
   const BulkBlock b = BulkBlock::of(a.target.capacity, a.row_bytes, 0, a.top_k, false, false);
   const auto* returned = reinterpret_cast<const float*>(own.block + b.weights);
@@ -174,7 +189,7 @@ __device__ __forceinline__ void sum_weights(const Device& g, const BulkCombineAr
     const int32_t at = __shfl_sync(kFull, place, r);
     if (at < 0 || lane >= a.top_k) continue;
     const bool mine = r == g.rank;
-    const uint64_t row = mine ? first_row(g, a.prefix, g.rank, g.rank) + uint32_t(at)
+    const uint64_t row = mine ? begin + uint32_t(at)
                               : uint64_t(part_of(g.rank, r)) * a.tokens + uint32_t(at);
     sum += (mine ? a.weights : returned)[row * a.top_k + lane];
   }
@@ -182,39 +197,47 @@ __device__ __forceinline__ void sum_weights(const Device& g, const BulkCombineAr
 }
 
 __device__ __forceinline__ void sum_tokens(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
-                                           uint32_t first, uint32_t step) {
+                                           uint32_t begin, uint32_t first, uint32_t step) {
   const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
   const BulkPeer own = o.peers[g.rank];
+  const auto find = [&](uint32_t token) {
+    return lane < ranks && token < a.tokens ? a.places[uint64_t(token) * ranks + lane] : -1;
+  };
+  int32_t next = find(first);
 #pragma unroll 1
   for (uint32_t token = first; token < a.tokens; token += step) {
-    const int32_t place = lane < ranks ? a.places[uint64_t(token) * ranks + lane] : -1;
+    const int32_t place = next;
+    next = find(token + step);
     bool here = true;
     if (place >= 0 && lane != g.rank)
       here = await_cell(g, g.own() + g.bulk.chunk_at(lane, uint32_t(place) / kChunkRows), o.operation,
                         {Op::kCombine, Phase::kRecvReduce, lane, o.operation});
     if (!__all_sync(kFull, here)) return;
-    sum_token(g, a, token, row_from(g, a, place, lane, own));
-    if (a.out_weights != nullptr) sum_weights(g, a, own, token, place);
+    sum_token(g, a, token, row_from(g, a, place, lane, own, begin));
+    if (a.out_weights != nullptr) sum_weights(g, a, own, token, place, begin);
   }
 }
 
 __global__ void __launch_bounds__(kBulkCombineThreads, 1)
     bulk_combine_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkCombineArgs a) {
   __shared__ BulkOpened o;
+  __shared__ Begins begins;
+  begins.find(g, a.prefix);
   open_bulk(g, Op::kCombine, &a.target, o);
-  const uint32_t warp = threadIdx.x / kWarp, summing = blockDim.x / kWarp - 1;
-  if (o.alive && warp == 0 && g.num_ranks > 1)
-    return_rows(g, a, o, reinterpret_cast<std::byte*>(dynamic_shared()), blockIdx.x, gridDim.x);
-  else if (o.alive && warp != 0)
-    sum_tokens(g, a, o, (warp - 1) * gridDim.x + blockIdx.x, summing * gridDim.x);
+  const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::kWarps;
+  const uint32_t summing = blockDim.x / kWarp - copying;
+  if (o.alive && warp < copying && g.num_ranks > 1)
+    return_rows(g, a, o, begins, warp * gridDim.x + blockIdx.x, copying * gridDim.x);
+  else if (o.alive && warp >= copying)
+    sum_tokens(g, a, o, begins.at[g.rank], (warp - copying) * gridDim.x + blockIdx.x, summing * gridDim.x);
   close_bulk(g, o.alive);
 }
 
 }  // namespace
 
 cudaError_t bulk_combine(const BulkLaunch& launch, const Device& device, const BulkCombineArgs& args) {
-  const uint32_t shared = BulkRing::bytes(args.row_bytes);
-  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads, shared, device, args);
+  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads,
+                           BulkRing::shared(args.row_bytes), device, args);
 }
 
 }  // namespace ep::cuda

@@ -115,25 +115,43 @@ __device__ __forceinline__ void await_done(const Device& g, Op op, uint64_t oper
                {op, Phase::kRecvHeader, threadIdx.x, operation});
 }
 
+// The ring of a copying warp.
+__device__ __forceinline__ std::byte* bulk_ring(uint32_t row_bytes) {
+  auto* shared = reinterpret_cast<std::byte*>(dynamic_shared());
+  const uint32_t past = uint32_t(reinterpret_cast<uintptr_t>(shared)) % BulkRing::kAlign;
+  return shared + (BulkRing::kAlign - past) % BulkRing::kAlign +
+         threadIdx.x / kWarp * BulkRing::bytes(row_bytes);
+}
+
 // Rows on their way through the shared memory of one warp.
 struct BulkCopy {
   uint64_t* barriers;
   std::byte* stages;
   uint32_t pitch, filled;  // filled: bit per stage, the phase of its barrier
+  bool engine;
 
-  __device__ BulkCopy(std::byte* shared, uint32_t row_bytes)
-      : barriers(reinterpret_cast<uint64_t*>(shared)),
-        stages(shared + BulkRing::kBarriers),
-        pitch(uint32_t(align_up(BulkRing::piece(row_bytes), 128))),
-        filled(0) {
+  __device__ BulkCopy(uint32_t row_bytes, bool by_engine)
+      : barriers(reinterpret_cast<uint64_t*>(bulk_ring(row_bytes))),
+        stages(bulk_ring(row_bytes) + BulkRing::kAlign),
+        pitch(BulkRing::piece(row_bytes)),
+        filled(0),
+        engine(by_engine) {
     if (threadIdx.x % kWarp == 0)
       for (uint32_t i = 0; i < BulkRing::kStages; ++i) init_copy_barrier(barriers + i);
     publish_copy_barriers();
     __syncwarp();
   }
 
-  // Copies `items` pieces. from(i, bytes): where piece i is, its size; 0 bytes = nothing. to(i, stage, bytes):
-  // stores it with store_piece(). after(i) runs behind the stores of piece i. The whole warp calls it.
+  // Stores a piece to any GPU. The whole warp calls it.
+  __device__ __forceinline__ void store(std::byte* to, const std::byte* stage, uint32_t bytes) const {
+    if (engine)
+      store_piece(to, stage, bytes);
+    else
+      store_words(to, stage, bytes);
+  }
+
+  // Copies `items` pieces. from(i, bytes): where piece i is, its size; 0 bytes = nothing. to(i, stage, bytes)
+  // stores it. after(i) runs behind the stores of piece i. The whole warp calls it.
   template <class From, class To, class After>
   __device__ __forceinline__ void run(uint32_t items, From&& from, To&& to, After&& after) {
     constexpr uint32_t kStages = BulkRing::kStages, kLead = BulkRing::kLead;

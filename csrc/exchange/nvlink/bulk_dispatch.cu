@@ -11,7 +11,7 @@ __device__ __forceinline__ uint32_t first_row(const Device& g, const BulkDispatc
 
 // One warp copies rows first, first + step, ...
 __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArgs& a, const BulkOpened& o,
-                                          std::byte* shared, uint32_t first, uint32_t step) {
+                                          uint32_t first, uint32_t step) {
   const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
   const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
   const uint32_t rows = first < a.tokens ? (a.tokens - first + step - 1) / step : 0;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArg
   };
   int32_t places = find(0), next = find(batch);
   uint32_t row = 0, part = 0, in_batch = 0;
-  BulkCopy copy(shared, a.row_bytes);
+  BulkCopy copy(a.row_bytes, a.engine);
   const auto* x = static_cast<const std::byte*>(a.x);
   copy.run(
       rows * pieces,
@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArg
           const uint32_t to = g.rank + 1 + i < ranks ? g.rank + 1 + i : g.rank + 1 + i - ranks;
           const int32_t place = __shfl_sync(kFull, places, in_batch * ranks + to);
           if (place >= 0 && uint32_t(place) < o.peers[to].capacity)
-            store_piece(o.peers[to].block + uint64_t(place) * a.row_bytes + part * piece, stage, bytes);
+            copy.store(o.peers[to].block + uint64_t(place) * a.row_bytes + part * piece, stage, bytes);
         }
       },
       [&](uint32_t) {
@@ -105,10 +105,9 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
     bulk_dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkDispatchArgs a) {
   __shared__ BulkOpened o;
   open_bulk(g, Op::kDispatch, &a.target, o);
-  const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::warps(a.row_bytes);
+  const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::kWarps;
   if (o.alive && warp < copying) {
-    std::byte* shared = reinterpret_cast<std::byte*>(dynamic_shared()) + warp * BulkRing::bytes(a.row_bytes);
-    copy_rows(g, a, o, shared, warp * gridDim.x + blockIdx.x, copying * gridDim.x);
+    copy_rows(g, a, o, warp * gridDim.x + blockIdx.x, copying * gridDim.x);
   } else if (o.alive) {
     const uint32_t writing = blockDim.x / kWarp - copying;
     write_data(g, a, o, (warp - copying) * gridDim.x + blockIdx.x, writing * gridDim.x);
@@ -121,8 +120,8 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
 }  // namespace
 
 cudaError_t bulk_dispatch(const BulkLaunch& launch, const Device& device, const BulkDispatchArgs& args) {
-  const uint32_t shared = BulkRing::warps(args.row_bytes) * BulkRing::bytes(args.row_bytes);
-  return start_bulk_kernel(launch, bulk_dispatch_kernel, kBulkDispatchThreads, shared, device, args);
+  return start_bulk_kernel(launch, bulk_dispatch_kernel, kBulkDispatchThreads,
+                           BulkRing::shared(args.row_bytes), device, args);
 }
 
 }  // namespace ep::cuda

@@ -47,13 +47,20 @@ class NvlinkBulk:
         spec: bulk_spec() of this rank.
         control: the group of control_spec(spec) over the same ranks; owned from now on.
         heap_bytes: GPU memory for received rows, the same on all ranks.
+        engine: rows leave by the copy engine of a multiprocessor, otherwise by stores of its warps.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
 
     def __init__(
-        self, spec: ExchangeSpec, *, control: HostGroup, device: torch.device, heap_bytes: int
+        self,
+        spec: ExchangeSpec,
+        *,
+        control: HostGroup,
+        device: torch.device,
+        heap_bytes: int,
+        engine: bool = True,
     ) -> None:
-        self.spec, self.device, self._control = spec, device, control
+        self.spec, self.device, self.engine, self._control = spec, device, engine, control
         try:
             launch.check_device_spec(spec, "raise")
             with torch.cuda.device(device):
@@ -110,7 +117,7 @@ class NvlinkBulk:
         top_k = 0 if rows.ids is None else rows.ids.shape[1]
         self._memory.reserve(self._combine_bytes(tokens, hidden * BF16_BYTES, top_k))
         landing = self._memory.land(block.total, graph_safe=arrival.worst)
-        args = dispatch_args(rows, plan, arrival, landing.offset)
+        args = dispatch_args(rows, plan, arrival, landing.offset, self.engine)
         self.group.bulk_dispatch(self._stream(), self._sms(num_sms), args)
         return block.tensors(landing.bytes(block.total), rows, arrival)
 
@@ -124,7 +131,7 @@ class NvlinkBulk:
         out = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=self.device)
         sums = torch.empty((tokens, top_k), dtype=torch.float32, device=self.device)
         offset = self._memory.scratch(self._combine_bytes(tokens, hidden * BF16_BYTES, top_k))
-        args = combine_args(returned, plan, (out, sums), offset)
+        args = combine_args(returned, plan, (out, sums), offset, self.engine)
         self.group.bulk_combine(self._stream(), self._sms(num_sms), args)
         return out, None if returned.weights is None else sums
 
@@ -161,7 +168,9 @@ class NvlinkBulk:
         return max(1, min(wanted, self.group.num_sms))
 
 
-def dispatch_args(rows: Rows, plan: Plan, arrival: Arrival, offset: int) -> _cuda.BulkDispatchArgs:
+def dispatch_args(
+    rows: Rows, plan: Plan, arrival: Arrival, offset: int, engine: bool
+) -> _cuda.BulkDispatchArgs:
     """Of a dispatch that receives at `offset` of the heap."""
     scales, ids = rows.scales, rows.ids
     return _cuda.BulkDispatchArgs(
@@ -182,11 +191,12 @@ def dispatch_args(rows: Rows, plan: Plan, arrival: Arrival, offset: int) -> _cud
         scale_column=0 if scales is None else scales.stride(1),
         sources=arrival.with_sources,
         fill=arrival.worst and ids is not None,
+        engine=engine,
     )
 
 
 def combine_args(
-    returned: Returned, plan: Plan, into: tuple[torch.Tensor, torch.Tensor], offset: int
+    returned: Returned, plan: Plan, into: tuple[torch.Tensor, torch.Tensor], offset: int, engine: bool
 ) -> _cuda.BulkCombineArgs:
     """Of a combine into sums [T, H] and sums of weights [T, K]; rows return to `offset` of the heap."""
     (tokens, ranks), weights, (out, sums) = plan.places.shape, returned.weights, into
@@ -205,6 +215,7 @@ def combine_args(
         tokens=tokens,
         row_bytes=returned.x.shape[1] * returned.x.itemsize,
         top_k=0 if weights is None else weights.shape[1],
+        engine=engine,
     )
 
 
@@ -282,7 +293,7 @@ class _Memory:
 
     def __init__(self, group: _cuda.Group, device: torch.device, size: int) -> None:
         self._group, self.device, self.address = group, device, group.heap()
-        self._heap: Heap[torch.cuda.Event] = Heap(size, _cuda.BULK_UNIT)
+        self._heap: Heap[torch.cuda.Event] = Heap(size, _cuda.BULK_UNIT, torch.cuda.Event.query)
         self._size = size
         self._scratch, self._scratch_size, self._in_graphs = 0, 0, False
         self._unmarked: list[int] = []

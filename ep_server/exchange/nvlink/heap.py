@@ -6,6 +6,7 @@ CUDA events, which whoever takes the range must wait for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -24,10 +25,11 @@ class Heap(Generic[M]):
 
     Args:
         size, unit: of the heap, and of its blocks.
+        passed: whether a marker need not be waited for any more.
     """
 
-    def __init__(self, size: int, unit: int) -> None:
-        self._unit = unit
+    def __init__(self, size: int, unit: int, passed: Callable[[M], bool]) -> None:
+        self._unit, self._passed = unit, passed
         self._free: list[_Range[M]] = [_Range(0, size // unit * unit)]
         self._taken: dict[int, int] = {}
 
@@ -42,6 +44,7 @@ class Heap(Generic[M]):
         for at, free in enumerate(self._free):
             if free.end - free.begin < needed:
                 continue
+            free.markers = [marker for marker in free.markers if not self._passed(marker)]
             begin, free.begin = free.begin, free.begin + needed
             if free.begin == free.end:
                 del self._free[at]
@@ -60,6 +63,7 @@ class Heap(Generic[M]):
                 )
             else:
                 kept.append(free)
+        given.markers = [marker for marker in given.markers if not self._passed(marker)]
         self._free = sorted([*kept, given], key=lambda free: free.begin)
 
     def _rounded(self, size: int) -> int:
