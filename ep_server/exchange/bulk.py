@@ -106,6 +106,10 @@ class BulkExchange(Protocol):
         """Sums [T, H] bfloat16 and, if there are weights, their sums [T, K] float32."""
         ...
 
+    def reset(self) -> None:
+        """Starts again after an error. Every rank calls it, with no call in flight. Plans stay valid."""
+        ...
+
     def close(self) -> None:
         """Frees all memory; idempotent."""
         ...
@@ -185,6 +189,10 @@ class HostBulk:
                 total[to_token] += part[begin:end].float()
             begin = end
         return sums[0].to(torch.bfloat16), None if returned.weights is None else sums[1]
+
+    def reset(self) -> None:
+        """See BulkExchange. Ranks may have opened different exchanges before the error: all are closed."""
+        self.close()
 
     def close(self) -> None:
         """See BulkExchange."""

@@ -99,7 +99,7 @@ class NormalSession:
         self, exchange: BulkExchange, rank: int, num_ranks: int, streams: Streams | HostStreams
     ) -> None:
         self._exchange, self._rank, self._num_ranks, self._streams = exchange, rank, num_ranks, streams
-        self.close = exchange.close
+        self.reset, self.close = exchange.reset, exchange.close
 
     def dispatch(self, call: NormalDispatch, num_sms: int, order: Order) -> DispatchResult:
         """Along new routes it waits for the number of rows, unless num_worst_tokens gives a limit."""

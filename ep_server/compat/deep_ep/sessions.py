@@ -196,6 +196,9 @@ class Sessions:
         self._sessions = {sizes: self._sessions[sizes] for sizes in sorted(self._sessions, key=Sizes.key)}
         for session in self:
             session.reset(dead)
+        if not dead:  # high-throughput calls need every rank
+            for device in sorted(self._normal):
+                self._normal[device].reset()
         self._masked = dead
 
     def keep(self, max_tokens: int, hidden: int, num_experts: int) -> None:

@@ -141,6 +141,16 @@ class NvlinkBulk:
         if status is not None:
             launch.raise_status(status, self.spec)
 
+    def reset(self) -> None:
+        """See BulkExchange. Waits for the GPU."""
+        torch.cuda.synchronize(self.device)
+        self._control.reset()
+        theirs = self._control.all_gather(self.group.bulk_operations().to_bytes(8, "little"))
+        last = max(int.from_bytes(record, "little") for record in theirs)
+        banks = self.spec.num_banks
+        self.group.reset((last + 2 * banks) // banks * banks, 0)  # beyond every operation so far
+        self._control.barrier()
+
     def close(self) -> None:
         """See BulkExchange. Waits for the GPU. Received tensors stay valid."""
         if self._group is None:

@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from ep_server.errors import ExchangeError, PeerTimeout
-from tests.support.exchange.normal_programs import NormalUser
+from tests.support.exchange.normal_programs import HIDDEN, NUM_EXPERTS, NormalUser
 
 
 def stays_away(group: dist.ProcessGroup, device: str, call: str) -> None:
-    """Rank 1 leaves out a dispatch or a combine. Rank 0 names it; nobody waits for ever."""
+    """Rank 1 leaves out a dispatch or a combine. Rank 0 names it; nobody waits for ever. Then all go on."""
     user = NormalUser(group, device, seconds=1.0)
     everyone = user.everyone("uniform", 2)
     mine = everyone[user.rank]
@@ -30,5 +30,10 @@ def stays_away(group: dist.ProcessGroup, device: str, call: str) -> None:
     if user.rank == 1:
         with pytest.raises(ExchangeError):
             user.buffer.dispatch(x, **layout)
+    dist.barrier(group)
+    user.buffer.clean_low_latency_buffer(1, HIDDEN, NUM_EXPERTS)
+    recv_x, _, _, _, handle, _ = user.buffer.dispatch(x, **layout)
+    user.check_received(everyone, "bf16", recv_x)
+    user.check_combine(everyone, handle)
     dist.barrier(group)
     user.buffer.destroy()
