@@ -11,7 +11,8 @@ multiprocessors:
                 both with rows that leave by the copy engine (copy), or by stores of warps (store)
     NCCL        all_to_all_single of the same rows, deduplicated, counts known
     call        dispatch and combine through DeepEP's API, per call with its host work
-    pair LL     one dispatch and one combine of the low-latency kernels, with all multiprocessors
+    pair LL     one dispatch and one combine of the low-latency kernels, with all multiprocessors; the combine
+                also sums the outputs of a token's experts with their weights, as a step needs it
 
     python benchmarks/bench_bulk.py [--tokens 4096] [--sms 24] [--json FILE]
 """
@@ -266,13 +267,14 @@ class Bench:
             exchange = from_process_group(self.gloo, spec, self.device)
             fused = exchange.fused
             assert fused is not None
-            received = fused.dispatch(x, ids, weights, View.COMPACT)
-            rows = received.rows.shape[0]
+            received = fused.dispatch(x, ids, weights, View.INDEX)
+            assert received.row_ids is not None
+            rows = received.row_ids.shape[0]
             results = torch.randn(rows, self.args.hidden, device=self.device).to(torch.bfloat16)
             options: dict[str, Any] = {"capacity": rows}
 
             def pair(fused: Any = fused, results: Any = results, options: Any = options) -> None:
-                found = fused.dispatch(x, ids, weights, View.COMPACT, **options)
+                found = fused.dispatch(x, ids, weights, View.INDEX, **options)
                 fused.combine(results, found)
 
             fused.combine(results, received)

@@ -189,8 +189,7 @@ void bind_bulk(py::module_& m) {
       .def(py::init([](uintptr_t x, uintptr_t scales, uintptr_t ids, uintptr_t weights, uintptr_t places,
                        uintptr_t prefix, uint64_t offset, uint32_t capacity, uint32_t tokens,
                        uint32_t row_bytes, uint32_t scale_words, uint32_t top_k, uint32_t local_experts,
-                       uint32_t scale_row, uint32_t scale_column, bool sources, bool fill,
-                       bool engine) {
+                       uint32_t scale_row, uint32_t scale_column, bool sources, bool fill, bool engine) {
              return cuda::BulkDispatchArgs{pointer<void>(x),
                                            pointer<uint32_t>(scales),
                                            pointer<int64_t>(ids),

@@ -1,6 +1,7 @@
-// The exchange of many rows at once, on a bounded number of multiprocessors. A dispatch is planned first: ranks
-// tell each other how many rows they send, and every row gets its final place. Rows are then copied through
-// shared memory by the copy engine straight to that place, in the order of (source, token). Units: bytes.
+// The exchange of many rows at once, on a bounded number of multiprocessors. A dispatch is planned first:
+// ranks tell each other how many rows they send, and every row gets its final place. Rows are then copied
+// through shared memory by the copy engine straight to that place, in the order of (source, token). Units:
+// bytes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -52,14 +53,14 @@ struct BulkDispatchArgs {
 };
 
 struct BulkCombineArgs {
-  const void* x;           // bf16 [rows, H], in the order of dispatch
-  const float* weights;    // [rows, K] or null
-  const void* bias[2];     // bf16 [T, H] or null
-  const int32_t* places;   // [T, R]
-  const int32_t* prefix;   // [R, R]
-  void* out;               // bf16 [T, H]
-  float* out_weights;      // [T, K] or null
-  BulkTarget target;       // capacity: (R - 1) * T
+  const void* x;          // bf16 [rows, H], in the order of dispatch
+  const float* weights;   // [rows, K] or null
+  const void* bias[2];    // bf16 [T, H] or null
+  const int32_t* places;  // [T, R]
+  const int32_t* prefix;  // [R, R]
+  void* out;              // bf16 [T, H]
+  float* out_weights;     // [T, K] or null
+  BulkTarget target;      // capacity: (R - 1) * T
   uint32_t tokens, row_bytes, top_k;
   bool engine;  // as with dispatch
 };
@@ -87,7 +88,7 @@ struct BulkRing {
 static_assert(BulkRing::kStages * sizeof(uint64_t) <= BulkRing::kAlign);
 constexpr uint32_t kBulkPlanThreads = 256;
 constexpr uint32_t kBulkDispatchThreads = 256;  // the warps that do not copy rows write what goes with them
-constexpr uint32_t kBulkCombineThreads = 512;   // here they sum
+constexpr uint32_t kBulkCombineThreads = 640;   // here they sum
 
 struct BulkLaunch {
   cudaStream_t stream;

@@ -26,7 +26,8 @@ __device__ __forceinline__ uint32_t part_of(uint32_t source, uint32_t expert_ran
 
 // Rows that return together, of a list that takes all sources in turn. count: 0 = none.
 struct Chunk {
-  uint32_t source, number, begin, count;  // number: among the rows from the source; begin: in this rank's block
+  uint32_t source, number, begin,
+      count;  // number: among the rows from the source; begin: in this rank's block
 };
 __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins, uint32_t place) {
   const uint32_t others = g.num_ranks - 1, number = place / others, i = place - number * others;
@@ -189,8 +190,7 @@ __device__ __forceinline__ void sum_weights(const Device& g, const BulkCombineAr
     const int32_t at = __shfl_sync(kFull, place, r);
     if (at < 0 || lane >= a.top_k) continue;
     const bool mine = r == g.rank;
-    const uint64_t row = mine ? begin + uint32_t(at)
-                              : uint64_t(part_of(g.rank, r)) * a.tokens + uint32_t(at);
+    const uint64_t row = mine ? begin + uint32_t(at) : uint64_t(part_of(g.rank, r)) * a.tokens + uint32_t(at);
     sum += (mine ? a.weights : returned)[row * a.top_k + lane];
   }
   if (lane < a.top_k) a.out_weights[uint64_t(token) * a.top_k + lane] = sum;
@@ -236,8 +236,8 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
 }  // namespace
 
 cudaError_t bulk_combine(const BulkLaunch& launch, const Device& device, const BulkCombineArgs& args) {
-  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads,
-                           BulkRing::shared(args.row_bytes), device, args);
+  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads, BulkRing::shared(args.row_bytes),
+                           device, args);
 }
 
 }  // namespace ep::cuda

@@ -55,8 +55,9 @@ __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArg
 }
 
 // One warp writes what goes with a row.
-__device__ __forceinline__ void write_row_data(const Device& g, const BulkDispatchArgs& a, const BulkPeer& peer,
-                                               uint32_t to, uint32_t token, uint32_t row) {
+__device__ __forceinline__ void write_row_data(const Device& g, const BulkDispatchArgs& a,
+                                               const BulkPeer& peer, uint32_t to, uint32_t token,
+                                               uint32_t row) {
   const uint32_t lane = threadIdx.x % kWarp;
   const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, a.scale_words, a.top_k, true, a.sources);
   for (uint32_t i = lane; i < a.scale_words; i += kWarp)

@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(kBulkPlanThreads, 1)
   const uint32_t to = blockIdx.x, parity = o.operation & 1, rows = number_rows(g, a, to);
   if (threadIdx.x < g.num_ranks)
     put4(g.regions[threadIdx.x] + g.bulk.counts_at(parity, g.rank) + to * sizeof(uint32_t), rows);
-  std::byte* counts = g.regions[to] + g.bulk.counts_at(parity, g.rank) + BulkLayout::kMaxRanks * sizeof(uint32_t);
+  std::byte* counts =
+      g.regions[to] + g.bulk.counts_at(parity, g.rank) + BulkLayout::kMaxRanks * sizeof(uint32_t);
   for (uint32_t e = threadIdx.x; e < a.local_experts; e += blockDim.x)
     put4(counts + e * sizeof(uint32_t), uint32_t(a.expert_tokens[to * a.local_experts + e]));
   close_bulk(g, o.alive);

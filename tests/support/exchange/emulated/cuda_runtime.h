@@ -1,6 +1,6 @@
-// As much of CUDA's language and runtime as csrc/exchange/nvlink uses, for a CPU: the threads of a block are fibers of
-// one thread of the host, blocks are threads, a launch returns when its kernel has ended. Memory is the
-// host's.
+// As much of CUDA's language and runtime as csrc/exchange/nvlink uses, for a CPU: the threads of a block are
+// fibers of one thread of the host, blocks are threads, a launch returns when its kernel has ended. Memory is
+// the host's.
 #pragma once
 
 #include <algorithm>
