@@ -166,7 +166,7 @@ void Group::reset(uint64_t base, uint64_t masked) {
   DeviceState state{};
   {
     std::vector<uint64_t> unused;
-    state = snapshot(&unused);
+    state = flushed(&unused);  // totals never go back: they were reported with the times of pending kernels
   }
   const Control before = state.control;
   state.control = {};
