@@ -275,22 +275,23 @@ class ResilienceConfig:
 
     on_rank_loss: str = option(
         "recover",
-        "recover: streams continue where they stopped. On one node, a new process replaces a CPU rank and "
-        "GPU ranks all start again. On several, all ranks start again on the nodes that are left. stop: "
-        "streams end with UNAVAILABLE, and the server exits.",
+        "recover: streams continue where they stopped. On one node, a new process replaces the lost rank; GPU "
+        "ranks in float32 all start again. On several, all ranks start again on the nodes that are left. "
+        "stop: streams end with UNAVAILABLE, and the server exits.",
         choices=("recover", "stop"),
     )
     standby: int = option(
         1,
-        "CPU ranks: processes kept started, without weights, to take the place of lost ranks sooner. Each "
-        "holds about 0.2 GiB. On several nodes, where all ranks start again, as many as parallel.ranks help.",
+        "Processes kept started, without weights, to take the place of lost ranks sooner. Each holds about "
+        "0.2 GiB. On several nodes, where all ranks start again, as many as parallel.ranks help.",
         low=0,
         high=64,
     )
     spare_slots: str = option(
         "auto",
-        "Expert slots per layer and rank to spare, with which CPU ranks of one node go on after a loss. "
-        "auto: enough to lose any one rank, if they take at most half of the memory that is left.",
+        "Expert slots per layer and rank to spare, with which ranks of one node go on after a loss. "
+        "auto: enough to lose any one rank, if they take at most half of the memory that is left; on GPUs, "
+        "two thirds.",
         choices=("auto",),
         low=0,
         high=4096,

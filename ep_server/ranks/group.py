@@ -15,13 +15,14 @@ from ep_server.config import Config, FabricConfig, SchedulerConfig
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
 from ep_server.exchange.fabric.settings import FabricOptions, traffic_class
-from ep_server.exchange.factory import Topology
+from ep_server.exchange.factory import Topology, replaces_ranks
 from ep_server.exchange.segment import available_memory
 from ep_server.exchange.spec import group_bytes
 from ep_server.models.families import ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
 from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
+from ep_server.ranks.gpu_memory import least_free_memory
 from ep_server.ranks.slots import (
     SpareSlots,
     most_ranks,
@@ -36,6 +37,7 @@ from ep_server.scheduler.placement import Placement, place_experts, slots_lackin
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
 # Sequences of a rank. With fewer, sending all rows through host memory is faster (docs/design-notes).
 HIERARCHICAL_FROM = 64
+GPU_SPARE_SHARE = 2 / 3  # the same of a GPU's memory, which has fewer other uses
 SPARE_SHARE = 0.5  # of the memory beside weights, exchange and processes, for automatic spare slots
 PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
 
@@ -64,7 +66,8 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
     """Reads config.json and, unless weights are made up, the shards' headers.
 
     Args:
-        available: memory the group may take; None = the free memory of this host.
+        available: memory the group may take; None = the free memory of this host, and of its GPUs for ranks
+          on GPUs.
     Raises: CheckpointError; ConfigError; StartupError if the model does not fit into memory.
     """
     model, on_cpu = config.model, config.parallel.device == "cpu"
@@ -80,6 +83,8 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
             f"scheduler.kv_host_gib = {config.scheduler.kv_host_gib:g}: {_gib(pinned)} for "
             f"{config.parallel.ranks} ranks must fit into the {_gib(memory)} of memory available"
         )
+    if not on_cpu and available is None:
+        memory = config.parallel.ranks * least_free_memory()
     return replace(plan_ranks(config, found.spec, memory, packed=on_cpu), unused=str(found.unused))
 
 
@@ -146,19 +151,21 @@ def spares_that_fit(config: Config, spec: ModelSpec, available: int, *, packed: 
 
     Raises: ConfigError for spare slots of ranks that cannot use them.
     """
-    given, ranks, usable = config.resilience.spare_slots, num_ranks(config), outlives_losses(config)
+    given, ranks, plain = config.resilience.spare_slots, num_ranks(config), with_spares(config, 0)
+    exchange = exchange_spec(plain, spec, 0)
+    usable = outlives_losses(config) and replaces_ranks(topology_of(plain, exchange), exchange)
     if given != "auto":
-        if given != "0" and not usable:
-            allowed = "auto or 0, unless parallel.device = cpu, cluster.nodes = 1 and on_rank_loss = recover"
+        if given != "0" and not (usable or ranks == 1):
+            allowed = "auto or 0, unless cluster.nodes = 1, on_rank_loss = recover and no float32 on GPUs"
             raise ConfigError("resilience.spare_slots", given, allowed)
         return int(given)
     experts = spec.router.num_experts
     wanted = slots_lacking(experts, slots_needed(experts, ranks), ranks)
     if not usable or not wanted:
         return 0
-    plain = with_spares(config, 0)
-    left = available - _fixed_bytes(plain, spec, exchange_spec(plain, spec, 0), packed=packed)
-    fits = ranks * wanted * slot_bytes(config, spec, packed=packed) <= left * SPARE_SHARE
+    left = available - _fixed_bytes(plain, spec, exchange, packed=packed)
+    share = SPARE_SHARE if config.parallel.device == "cpu" else GPU_SPARE_SHARE
+    fits = ranks * wanted * slot_bytes(config, spec, packed=packed) <= left * share
     return wanted if fits else 0
 
 
@@ -195,7 +202,7 @@ def weight_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, pac
 
 
 def standby_processes(config: Config) -> int:
-    """Processes without weights that this host keeps, to take the place of lost CPU ranks sooner."""
+    """Processes without weights that this host keeps, to take the place of lost ranks sooner."""
     resilience, on_cpu = config.resilience, config.parallel.device == "cpu"
     if config.cluster.nodes > 1 and on_cpu and resilience.on_rank_loss == "recover":
         return min(resilience.standby, config.parallel.ranks)  # all ranks start again
@@ -203,9 +210,8 @@ def standby_processes(config: Config) -> int:
 
 
 def outlives_losses(config: Config) -> bool:
-    """CPU ranks of one host keep their processes when another one is lost."""
-    recovers = config.resilience.on_rank_loss == "recover"
-    return recovers and config.parallel.device == "cpu" and config.cluster.nodes == 1
+    """Ranks keep their processes when another one is lost, if their exchange can replace ranks."""
+    return config.resilience.on_rank_loss == "recover" and config.cluster.nodes == 1
 
 
 def local_ranks(config: Config) -> range:

@@ -83,9 +83,13 @@ def slot_bytes(config: Config, spec: ModelSpec, *, packed: bool) -> int:
 
 
 def placement_at_start(config: Config, spec: ModelSpec) -> Placement | None:
-    """The experts in the slots of the ranks that start; None where experts stay where they are."""
+    """The experts in the slots of the ranks that start; None where experts stay where they are.
+
+    GPU ranks hold spare copies from the start, so that the survivors of a loss read as little as possible.
+    """
     per = slots_per_rank(config, spec)
     if not per:
         return None
     live = range(num_ranks(config))
-    return first_placement(spec.num_layers, spec.router.num_experts, per, live, most_ranks(config))
+    placed = first_placement(spec.num_layers, spec.router.num_experts, per, live, most_ranks(config))
+    return placed.with_copies(live) if config.parallel.device == "cuda" else placed

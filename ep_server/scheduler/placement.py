@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ep_server.errors import InternalError, InvalidArgument, Unavailable
 from ep_server.records import EMPTY, RankLoad, Request
@@ -138,6 +138,24 @@ class Placement:
             turns = _turns(shares) if len(shares) > 1 else tuple(shares)
             table.append(tuple(turns[(source + way) % len(turns)] for way in range(ways)))
         return tuple(table)
+
+    def with_copies(self, live: Sequence[int]) -> Placement:
+        """Fills the empty slots of these ranks with spare copies: first of what the next rank serves."""
+        experts = tuple(self._copied(layer, live) for layer in range(len(self.experts)))
+        return replace(self, experts=experts)
+
+    def _copied(self, layer: int, live: Sequence[int]) -> tuple[int, ...]:
+        per, before = self.slots_per_rank, self.experts[layer]
+        held = list(before)
+        served = {rank: [e for e in before[rank * per : (rank + 1) * per] if e != EMPTY] for rank in live}
+        for index, rank in enumerate(live):
+            others = [*live[index + 1 :], *live[:index]]
+            own = set(served[rank])
+            wanted = iter([e for other in others for e in served[other] if e not in own])
+            for slot in range(rank * per, (rank + 1) * per):
+                if held[slot] == EMPTY and (expert := next(wanted, None)) is not None:
+                    held[slot] = expert
+        return tuple(held)
 
     def missing(self, live: Collection[int]) -> tuple[tuple[int, int], ...]:
         """(layer, expert) pairs that no slot of a live rank holds."""

@@ -180,3 +180,19 @@ def test_routes_share_tokens_among_serving_live_replicas():
     assert placement.routes(0, 0, 4, live=(0, 2))[1] == (1, 4, 1, 4)
     with pytest.raises(InternalError, match="layer 0: no live rank serves expert 0"):
         placement.routes(0, 0, 1, live=(1, 2))
+
+
+@pytest.mark.parametrize(("ranks", "spares"), [(2, 4), (2, 3), (3, 3), (4, 6), (1, 2)])
+def test_spare_copies_are_of_others_experts(ranks: int, spares: int) -> None:
+    """All copies that fit, none twice on a rank, and none of them serves."""
+    experts, most = 8, ranks + 1
+    per = min(experts, -(-experts // ranks) + spares)
+    first = first_placement(2, experts, per, range(ranks), most)
+    copied = first.with_copies(range(ranks))
+    assert copied.serves == first.serves
+    for before, after in zip(first.experts, copied.experts, strict=True):
+        for rank in range(most):
+            old, new = (held[rank * per : (rank + 1) * per] for held in (before, after))
+            assert all(e in (EMPTY, now) for e, now in zip(old, new, strict=True))
+            held = [e for e in new if e != EMPTY]
+            assert len(set(held)) == len(held) == (0 if rank == ranks else per)
