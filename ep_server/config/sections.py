@@ -275,8 +275,8 @@ class ResilienceConfig:
 
     on_rank_loss: str = option(
         "recover",
-        "recover: streams continue where they stopped. On one node, a new process replaces the lost rank; GPU "
-        "ranks in float32 all start again. On several, all ranks start again on the nodes that are left. "
+        "recover: streams continue where they stopped. On one node, a new process replaces the lost rank; "
+        "GPU ranks in float32 all start again. On several, all ranks start again on the nodes that are left. "
         "stop: streams end with UNAVAILABLE, and the server exits.",
         choices=("recover", "stop"),
     )

@@ -15,6 +15,7 @@ import torch
 
 from ep_server.backends.gpu.assembly import GpuPlan, gpu_runner
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
+from ep_server.backends.kv_rows import CpuRows
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
 from ep_server.exchange.api import ExchangeSpec
@@ -57,7 +58,7 @@ class Interpreted:
             timed_every=self._config.metrics.device_phases,
         )
         self.runner = gpu_runner(model, exchange, self.rows(exchange), plan, blocks, masks=masks)
-        return Built(self.runner, blocks, 0)
+        return Built(self.runner, blocks, 0, CpuRows(self.runner.kv_cache))
 
     def rows(self, exchange: Any) -> RowsOfSteps:
         return rows_of(exchange)
