@@ -12,9 +12,11 @@ busy rank is not probed: its peers' deadlines cover it. A process stopped by a s
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import select
 import socket
 import struct
+import termios
 import time
 from collections.abc import Callable
 from typing import cast
@@ -240,6 +242,16 @@ class FrontChannel(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._sent += 1
             self._transport.write(frame(payload))
+
+    def finish(self) -> bool:
+        """The rank writes no more. Ends the channel, and returns True, if all it wrote has been read."""
+        if self._transport is None or self._transport.is_closing():
+            return True
+        sock = self._transport.get_extra_info("socket")
+        if any(fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))):
+            return False
+        self._end("closed its channel")
+        return True
 
     def close(self) -> None:
         """Closes the socket; on_closed is not called."""

@@ -20,6 +20,9 @@ from pathlib import Path
 import ep_server
 from ep_server.ranks.channel import FrontChannel
 
+LOOK_SECONDS = 0.02  # between two looks whether a process has ended
+READ_SECONDS = 0.001  # the same once it has, until what it sent is read
+PF_EXITING = 0x4  # of the kernel: in the flags of /proc/pid/stat
 SOCKET_BYTES = 1 << 20  # per direction, so that a busy process does not stall its peer at once
 # `-m module` alone would prefer an ep_server in the working directory.
 BOOTSTRAP = (
@@ -46,17 +49,23 @@ NO_CALLBACKS = RankCallbacks(lambda rank, frame: None, lambda rank, why: None, l
 
 
 class RankProcess:
-    """A running child process. `returncode` as in subprocess; None while it runs."""
+    """A running child process. `returncode` as in subprocess; None while it runs.
+
+    ended: it runs no more code, and what it sent has been read. exited: its memory is freed too, which may
+      take seconds on a GPU. on_closed and on_exit are called once it has ended.
+    """
 
     def __init__(self, rank: int, popen: subprocess.Popen[bytes], callbacks: RankCallbacks) -> None:
         self.rank = rank
         self.pid = popen.pid
-        self.exited = asyncio.Event()
+        self.ended, self.exited = asyncio.Event(), asyncio.Event()
         self._popen = popen
         self._callbacks = callbacks
         self._channel: FrontChannel | None = None
         self._pidfd = os.pidfd_open(popen.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pidfd, self._on_exit)
+        self._next_look = loop.call_later(LOOK_SECONDS, self._look)
 
     def __repr__(self) -> str:
         return f"RankProcess(rank={self.rank}, pid={self.pid}, returncode={self.returncode})"
@@ -139,12 +148,51 @@ class RankProcess:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
+    def _look(self) -> None:
+        """The system reports the end of a process only once it has freed its memory."""
+        code, seconds = code_at_end(self.pid), LOOK_SECONDS
+        if code is not None:
+            if self._channel is None or self._channel.finish():
+                self._end(code)
+                return
+            seconds = READ_SECONDS
+        self._next_look = asyncio.get_running_loop().call_later(seconds, self._look)
+
     def _on_exit(self) -> None:
         code = self._popen.wait()  # returns at once: a readable pidfd is an ended process
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._next_look.cancel()
         self.exited.set()
-        self._callbacks.on_exit(self.rank, code)
+        self._end(code)
+
+    def _end(self, code: int) -> None:
+        if not self.ended.is_set():
+            self.ended.set()
+            self._callbacks.on_exit(self.rank, code)
+
+
+def code_at_end(pid: int) -> int | None:
+    """The exit code, or minus the signal, of a process whose threads run no more code, zombie or not yet one.
+
+    None if one of them still runs; also for code 0, which may mean that it cannot be read.
+    """
+    try:
+        status = _ending(Path(f"/proc/{pid}/stat"))
+        threads = list(Path(f"/proc/{pid}/task").iterdir()) if status else []
+    except OSError:
+        return None
+    for thread in threads:
+        with suppress(OSError):  # it has ended
+            if _ending(thread / "stat") is None:
+                return None
+    return os.waitstatus_to_exitcode(status) if status else None
+
+
+def _ending(stat: Path) -> int | None:
+    """The wait status of a thread that ends; None while it runs. Raises: OSError."""
+    fields = stat.read_text().rpartition(")")[2].split()
+    return int(fields[49]) if int(fields[6]) & PF_EXITING else None
 
 
 def import_path() -> list[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import platform
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import ep_server
-from ep_server.ranks.process import import_path
+from ep_server.ranks.process import code_at_end, import_path
 
 ROOT = Path(ep_server.__file__).parents[1]
 # A front that found its own ep_server, then stands where another one lies.
@@ -58,3 +62,47 @@ def test_import_path_is_absolute_and_holds_our_root_once(monkeypatch: pytest.Mon
     assert import_path() == [str(ROOT), *others]
     monkeypatch.setattr(sys, "path", [*others, ".", str(ROOT)])
     assert import_path() == [*others, str(ROOT)]
+
+
+def test_an_end_is_seen_before_the_process_is_reaped() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert code_at_end(process.pid) is None
+    process.kill()
+    until(lambda: code_at_end(process.pid) == -signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+    process.stdout.close()
+    assert code_at_end(process.pid) is None
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+def test_a_process_runs_while_one_of_its_threads_does() -> None:
+    """Here the first one has ended."""
+    program = """
+import ctypes, os, threading, time
+def other():
+    while open(f"/proc/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    os.write(1, b"alone\\n")
+    time.sleep(600)
+threading.Thread(target=other).start()
+ctypes.CDLL(None).syscall(60, 7)  # exit of this thread
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"alone\n"
+    assert code_at_end(process.pid) is None
+    process.kill()
+    until(lambda: code_at_end(process.pid) is not None)
+    process.wait(30)
+    process.stdout.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
