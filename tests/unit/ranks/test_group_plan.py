@@ -126,6 +126,25 @@ def test_kv_blocks_are_a_share_of_what_is_left(tiny: Tiny, ranks: int) -> None:
         plan_group(config, available=0)
 
 
+@pytest.mark.parametrize(
+    ("gib", "dtype", "spares"), [(64, "bfloat16", 3), (64, "float32", 0), (1, "bfloat16", 0)]
+)
+def test_two_gpu_ranks_hold_all_experts_if_they_fit(tiny: Tiny, gib: int, dtype: str, spares: int) -> None:
+    """Half of them as copies that do not serve. Ranks whose rows travel in float32 cannot be replaced."""
+    config = rank_config(tiny.path, 2, parallel__device="cuda", model__dtype=dtype)
+    available = gib << 30 if gib > 1 else sum(plan_group(config, 1 << 36).weight_bytes) + 2 * PROCESS_BYTES
+    plan = plan_group(config, available)
+    assert plan.spares.spares == spares
+    if not spares:
+        assert plan.placement is None and plan.exchange.placement == (0, 0, 0, 1, 1, 1)
+        return
+    assert plan.exchange.placement == (0,) * 6 + (1,) * 6
+    assert plan.placement is not None
+    for held, serves in zip(plan.placement.experts, plan.placement.serves, strict=True):
+        assert held == (0, 1, 2, 3, 4, 5, 3, 4, 5, 0, 1, 2)
+        assert [bool(part) for part in serves] == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3
+
+
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_a_node_of_several_plans_for_its_own_ranks(tiny: Tiny, node: int) -> None:
     """Six experts on six ranks of three hosts: each holds two of them, and outboxes beside its regions."""

@@ -140,8 +140,8 @@ def _route_kernel(
     logits, bias, num_tokens, numbers, positions, slots, ids, weights, pitch, part, eps, scale, seed, layer,
     EXPERTS: tl.constexpr, WAYS: tl.constexpr, K: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
-    RENORMALISE: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    RENORMALISE: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     size: tl.constexpr = EXPERTS // GROUPS
