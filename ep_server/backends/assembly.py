@@ -138,8 +138,10 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
         checkpoint = Checkpoint.open(params.path)
         files = files_for(compute.device)
         weights = load_weights(checkpoint, spec, experts, TORCH[dtype], compute, progress, loaders, files)
-    drawn = params.routing == "uniform"
-    uniform = UniformRouting(spec.router, params.seed, compute.device) if drawn else None
+    uniform = None
+    if params.routing != "router":
+        exponent = 1.0 if params.routing == "zipf" else 0.0
+        uniform = UniformRouting(spec.router, params.seed, compute.device, exponent)
     kv_dtype = cache_dtype(dtype, params.kv_dtype)
     slots = None
     if params.held is not None:

@@ -118,9 +118,10 @@ def warn_if_made_up(model: ModelConfig) -> None:
         log.warning(
             "model.load_format = dummy: weights are random, for benchmarks only; outputs mean nothing"
         )
-    if model.routing == "uniform":
+    if model.routing != "router":
         log.warning(
-            "model.routing = uniform: experts are drawn at random, for benchmarks only; outputs are wrong"
+            "model.routing = %s: experts are drawn at random, for benchmarks only; outputs are wrong",
+            model.routing,
         )
 
 

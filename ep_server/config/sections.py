@@ -60,10 +60,11 @@ class ModelConfig:
     )
     routing: str = option(
         "router",
-        "router: the model's own. uniform: experts drawn at random per token and layer, for benchmarks.",
-        choices=("router", "uniform"),
+        "router: the model's own. For benchmarks, experts drawn at random per token and layer: uniform, or "
+        "zipf: the n-th most popular expert of a layer 1/n times as often as the first.",
+        choices=("router", "uniform", "zipf"),
     )
-    seed: int = option(0, "Seed of dummy weights and uniform routing.", low=0, high=(1 << 32) - 1)
+    seed: int = option(0, "Seed of dummy weights and random routing.", low=0, high=(1 << 32) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +296,16 @@ class ResilienceConfig:
         choices=("auto",),
         low=0,
         high=4096,
+    )
+    balance: str = option(
+        "off",
+        "auto: measure which experts get many tokens, and move and replicate experts while the ranks serve, "
+        "within their spare slots. Only float32 with exchange.reduction = source keeps the outputs the same.",
+        choices=("off", "auto"),
+    )
+    balance_seconds: float = option(10.0, "Time between two plans of the balance.", low=0.1, high=86400)
+    balance_moves: int = option(
+        64, "Experts of a layer that one plan may load, over all layers and ranks.", low=1, high=1 << 20
     )
     max_losses: int = option(
         5,

@@ -68,6 +68,7 @@ class Delivery:
         self.lost_message = ""
         self.down = False  # a rank is lost, and a new group starts: the ranks get no commands
         self.rank_statistics: dict[int, RankStatistics] = {}
+        self.group: GroupState | None = None  # of CPU ranks of one node
         self.orders = RankOrders(ranks)
         self.kv_events = KvEvents(ranks)
         self.phases = RecoveryPhases(observer, clock)
@@ -144,6 +145,7 @@ class Delivery:
 
     def on_group(self, state: GroupState) -> None:
         """Another generation serves."""
+        self.group = state
         self._observer.on_group(len(state.live), state.lacking_bytes)
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from ep_server.engine.active_request import ActiveRequest, Submission
 from ep_server.engine.admission import MOST_URGENT, Admission, AdmissionLimits, Asked
+from ep_server.engine.balancer import Balancer
 from ep_server.engine.delivery import Delivery
 from ep_server.engine.kv_events import KvSubscription
 from ep_server.engine.observer import EngineObserver, NullObserver, RankQueue
@@ -78,6 +79,7 @@ class Engine:
         self._weights = Weights(
             self._delivery.orders, settings.checkpoint, ranks.use_weights, settings.max_pause
         )
+        self.balancer = Balancer(self._delivery, settings.balance, self._observer)
         self._profiles = Profiles(self._delivery.orders, settings.profiles)
         self._numbers = itertools.count(1)
         self._submitted = 0
@@ -86,11 +88,7 @@ class Engine:
         self._no_streams.set()
 
     def __repr__(self) -> str:
-        counts = self.statistics()
-        return (
-            f"<Engine {counts.state}, {counts.running} running, {counts.waiting} waiting, "
-            f"{counts.releasing} releasing, {counts.open_streams} streams>"
-        )
+        return f"<Engine {self.statistics()}>"
 
     @property
     def state(self) -> EngineState:
@@ -121,6 +119,7 @@ class Engine:
         """Starts the ranks; accepts requests once it returns. Raises: StartupError."""
         self._warm(await self._ranks.start(self._delivery, progress))
         self._observer.on_queues(self.queues)
+        self.balancer.start()
         if self._state is EngineState.STARTING:
             self._state = EngineState.SERVING
 
@@ -284,6 +283,7 @@ class Engine:
         if self._state in (EngineState.STARTING, EngineState.SERVING):
             self._state = EngineState.DRAINING
         await self.streams_closed(seconds)
+        self.balancer.stop()
         left = list(self._requests)
         for active in left:
             error = Draining("the server stopped before the request finished")

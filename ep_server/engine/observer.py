@@ -78,6 +78,14 @@ class EngineObserver(Protocol):
         """A new group of ranks serves, so long after the loss; these requests continue."""
         ...
 
+    def on_imbalance(self, mean: float, worst: float) -> None:
+        """Most loaded rank's rows over the mean, measured: over all layers, and of the worst layer."""
+        ...
+
+    def on_experts_moved(self, loads: int) -> None:
+        """Another placement is in force, for which ranks loaded so many experts of a layer."""
+        ...
+
     def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
         """A phase of a recovery ended. A loss during a recovery begins all of them again."""
         ...
@@ -142,6 +150,12 @@ class NullObserver:
         """Ignored."""
 
     def on_recovered(self, seconds: float, requests: int) -> None:
+        """Ignored."""
+
+    def on_imbalance(self, mean: float, worst: float) -> None:
+        """Ignored."""
+
+    def on_experts_moved(self, loads: int) -> None:
         """Ignored."""
 
     def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:

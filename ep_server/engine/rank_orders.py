@@ -32,6 +32,8 @@ class RankOrders:
         self._numbers = itertools.count(1)
         self._open: dict[int, _Open] = {}
         self._over: EpServerError | None = None
+        self.changing = asyncio.Lock()  # held by who has the ranks prepare a change, until they have switched
+        self.changes = itertools.count(1)  # numbers of changes
 
     async def give(self, order: RankOrder, seconds: float, what: str) -> Sequence[OrderDone]:
         """Has all ranks carry out an order. what: it, in words, for errors.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ep_server.engine.balancer import BalanceSettings
 from ep_server.engine.profiles import ProfileLimits
 from ep_server.records import RankReady
 
@@ -29,6 +30,7 @@ class EngineSettings:
     recover: start the ranks again after one is lost, and continue the requests; at most max_losses times
       within LOSS_SECONDS.
     checkpoint: path of the weights at the start. max_pause: longest switch to others, seconds.
+    balance: None: experts stay where they are.
     """
 
     max_context: int
@@ -42,6 +44,7 @@ class EngineSettings:
     max_losses: int = 5
     checkpoint: str = ""
     max_pause: float = 10.0
+    balance: BalanceSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ Then the new weights are in force: ranks that start again load them. Used in one
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,7 +43,6 @@ class Weights:
         """adopt: gets path and version that ranks load when they start again. most_pause: seconds."""
         self.version, self.path = 0, path
         self._orders, self._adopt, self._most_pause = orders, adopt, most_pause
-        self._changes = itertools.count(1)
         self._path = ""  # of the update that runs
         self._running: asyncio.Task[WeightsUpdated] | None = None
 
@@ -63,7 +61,11 @@ class Weights:
 
     async def _update(self, path: str, check: Callable[[str], None]) -> WeightsUpdated:
         await asyncio.to_thread(check, path)
-        change, version = next(self._changes), self.version + 1
+        async with self._orders.changing:
+            return await self._switch(path)
+
+    async def _switch(self, path: str) -> WeightsUpdated:
+        change, version = next(self._orders.changes), self.version + 1
         order = PrepareWeights(change, version, path)
         try:
             prepared = await self._orders.give(order, PREPARE_SECONDS, f"reading weights from {path}")

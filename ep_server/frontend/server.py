@@ -18,6 +18,7 @@ from typing import Protocol
 from grpc import aio
 
 from ep_server.config import Config
+from ep_server.engine.balancer import balance_settings
 from ep_server.engine.engine import Engine, EngineSettings
 from ep_server.engine.observer import EngineObserver, NullObserver
 from ep_server.engine.profiles import ProfileLimits
@@ -97,6 +98,7 @@ class Server:
             max_losses=config.resilience.max_losses,
             checkpoint=config.model.path,
             max_pause=config.exchange.timeout_seconds,
+            balance=balance_settings(config.resilience),
             recover=config.resilience.on_rank_loss == "recover",
         )
         observer = observer or NullObserver()

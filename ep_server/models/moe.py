@@ -70,20 +70,24 @@ def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
 
 
 _BITS = 0xFFFFFFFF
+_ZIPF_STEP = 31  # experts by which the order of popularity differs between layers
 _GOLDEN = 0x9E3779B9  # apart from each other, numbers times this differ in all bits
 
 
 class UniformRouting:
-    """Draws expert ids at random: every set of K experts is equally likely.
+    """Draws expert ids at random: every set of K experts is equally likely, unless there is an exponent.
 
     For benchmarks with random weights, so that the router's preferences do not decide what is measured. A
     draw depends on seed, request number, position and layer only. Nothing waits for the host.
 
-    seed: 0 to 2^32 - 1.
+    seed: 0 to 2^32 - 1. exponent: Zipf's law, the n-th most popular expert of a layer has
+      1/n^exponent of the first one's weight. Layers differ in which one that is.
     """
 
-    def __init__(self, router: RouterSpec, seed: int, device: torch.device | None = None) -> None:
-        self._top_k, self.seed = router.top_k, seed
+    def __init__(
+        self, router: RouterSpec, seed: int, device: torch.device | None = None, exponent: float = 0.0
+    ) -> None:
+        self._top_k, self.seed, self._exponent = router.top_k, seed, exponent
         self._experts = torch.arange(router.num_experts, device=device)
 
     def identify(self, numbers: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -98,6 +102,10 @@ class UniformRouting:
         """Distinct experts of each token. tokens: [T], of identify(). Returns: [T, K] int64."""
         state = _mixed(tokens ^ ((layer + 1) * _GOLDEN & _BITS))
         keys = _mixed(state[:, None] ^ (self._experts * _GOLDEN & _BITS))
+        if self._exponent:  # Gumbel keys: the largest are a draw without replacement
+            place = (self._experts + layer * _ZIPF_STEP) % len(self._experts) + 1
+            gumbel = -torch.log(-torch.log((keys + 0.5) / (_BITS + 1.0)))
+            return torch.topk(gumbel - self._exponent * torch.log(place), self._top_k, dim=-1).indices
         # The id in the low digits: no two keys of a token are equal, so the order never is a matter of taste.
         ordered = keys * len(self._experts) + self._experts
         return torch.topk(ordered, self._top_k, dim=-1).indices

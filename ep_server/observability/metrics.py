@@ -38,6 +38,22 @@ LENGTH_EDGES = tuple(float(1 << power) for power in range(0, 18))
 FAULTS = ("DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN")
 
 
+class _BalanceMetrics:
+    """Of the balance of experts. The arguments make a metric from name, help and labels."""
+
+    def __init__(self, gauge: Callable[..., Gauge], counter: Callable[..., Counter]) -> None:
+        self.imbalance = gauge(
+            "expert_imbalance",
+            "Rows of the most loaded rank over the mean, in the last period of the balance. layers: all, or "
+            "the worst one.",
+            ("layers",),
+        )
+        self.placements = counter("expert_placements", "Changes of the placement of experts, for balance.")
+        self.moves = counter(
+            "expert_moves", "Experts of a layer that ranks loaded into other slots, for balance."
+        )
+
+
 class ServerMetrics:
     """Implements observer.EngineObserver. Called in the event loop; scrapes run in other threads."""
 
@@ -141,6 +157,7 @@ class ServerMetrics:
             "Memory that CPU ranks lack for spare expert slots, to go on without any one of them. "
             "0: any one rank may be lost now.",
         )
+        self._balance = _BalanceMetrics(gauge, counter)
         self._recovered = counter("requests_recovered", "Requests that continued after the loss of a rank.")
         self._freed = histogram("cancel_to_free_seconds", "From a cancel until the KV blocks are free.")
         self._prompt_length = histogram("request_prompt_tokens", "Length of prompts.", LENGTH_EDGES)
@@ -197,6 +214,16 @@ class ServerMetrics:
         """Another generation of the ranks serves."""
         self._live.set(live)
         self._lacking.set(lacking_bytes)
+
+    def on_imbalance(self, mean: float, worst: float) -> None:
+        """Rows of ranks were counted."""
+        self._balance.imbalance.labels("all").set(mean)
+        self._balance.imbalance.labels("worst").set(worst)
+
+    def on_experts_moved(self, loads: int) -> None:
+        """Another placement is in force."""
+        self._balance.placements.inc()
+        self._balance.moves.inc(loads)
 
     def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
         """A phase of a recovery ended."""

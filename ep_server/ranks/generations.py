@@ -26,4 +26,4 @@ class Regrouping:
 
 def group_state(generation: int, live: Sequence[int], plan: GroupPlan) -> GroupState:
     """What the engine gets to know of a generation."""
-    return GroupState(generation, tuple(live), plan.spares.lacking_bytes(len(live)))
+    return GroupState(generation, tuple(live), plan.spares.lacking_bytes(len(live)), plan.placement)

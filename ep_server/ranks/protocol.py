@@ -17,6 +17,7 @@ from ep_server.records import (
     Request,
     TokenEvent,
 )
+from ep_server.scheduler.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,13 @@ class GroupState:
     """A group of ranks from one generation to the next.
 
     live: ranks that serve. lacking_bytes: memory that they lack together to go on without any one of them;
-      0 = any one may be lost now.
+      0 = any one may be lost now. placement: of experts in slots; None where they stay.
     """
 
     generation: int
     live: tuple[int, ...]
     lacking_bytes: int
+    placement: Placement | None = None
 
 
 class RankListener(Protocol):
