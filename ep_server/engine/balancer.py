@@ -99,6 +99,14 @@ class Balancer:
         if self._task is not None:
             self._task.cancel()
 
+    async def count_rows(self) -> list[tuple[int, ...]]:
+        """By live rank: rows that it received by layer and by expert, end to end, cumulative.
+
+        Raises: Unavailable if experts stay or a rank is lost; DeadlineExceeded.
+        """
+        answers = await self._ranks.orders.give(CountExperts(), COUNT_SECONDS, "counting rows of experts")
+        return [done.rows for done in answers]
+
     async def _run(self, settings: BalanceSettings) -> None:
         while True:
             await asyncio.sleep(settings.seconds)
@@ -123,12 +131,10 @@ class Balancer:
 
     async def _count(self, experts: int) -> float | None:
         """Counts rows since the last time. Returns: the imbalance of ranks; None without any rows."""
-        answers = await self._ranks.orders.give(CountExperts(), COUNT_SECONDS, "counting rows of experts")
-        now = {number: done.rows for number, done in enumerate(answers)}
-        before, self._counted = self._counted, now
+        before, self._counted = self._counted, dict(enumerate(await self.count_rows()))
         news = [
             [count - earlier for count, earlier in zip(rows, before.get(number, rows), strict=True)]
-            for number, rows in now.items()
+            for number, rows in self._counted.items()
         ]
         if min(map(min, news)) < 0:  # a rank has started again meanwhile
             return None

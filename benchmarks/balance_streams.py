@@ -1,0 +1,157 @@
+"""Balance of experts in a server under load: rows per rank and layer, step by step, while experts move.
+
+    python benchmarks/balance_streams.py [--ranks 4] [--spare-slots 3] [--seconds 90] [--balance auto]
+
+Real CPU ranks serve a small model with random weights and Zipf routing (model.routing = zipf). Streams run
+all the time. A line is printed for every 100 steps: maximum / mean rows of ranks. A stream that ends with an
+error, or with fewer tokens than asked for, is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ep_server.client import AsyncClient
+from ep_server.config import Config
+from ep_server.engine.engine import Engine
+from ep_server.frontend.served_model import ServedModel
+from ep_server.frontend.server import Server
+from ep_server.ranks.launcher import RankProcesses
+
+STEPS = 100
+ASSETS = Path(__file__).parents[1] / "ep_server" / "assets" / "demo_model"
+
+
+def write_model(folder: Path, args: argparse.Namespace) -> None:
+    """The demo model with other sizes; its weights are made up."""
+    config = json.loads((ASSETS / "config.json").read_text())
+    config |= {
+        "num_local_experts": args.experts,
+        "num_experts_per_tok": args.top_k,
+        "hidden_size": args.hidden,
+    }
+    config |= {"num_hidden_layers": args.layers, "moe_intermediate_size": args.ffn, "eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((ASSETS / name).read_bytes())
+
+
+def configured(folder: Path, args: argparse.Namespace) -> Config:
+    return Config.from_values(
+        {
+            "grpc.port": 0,
+            "model.path": str(folder),
+            "model.load_format": "dummy",
+            "model.routing": "zipf",
+            "parallel.ranks": args.ranks,
+            "parallel.threads_per_rank": 1,
+            "exchange.timeout_seconds": 120.0,
+            "resilience.spare_slots": str(args.spare_slots),
+            "resilience.standby": 0,
+            "resilience.balance": args.balance,
+            "resilience.balance_seconds": args.period,
+            "resilience.balance_moves": args.moves,
+            "scheduler.max_running": args.streams,
+            "scheduler.prefix_cache": False,
+        }
+    )
+
+
+async def stream(
+    client: AsyncClient, number: int, new: int, counts: dict[str, int], over: asyncio.Event
+) -> None:
+    while not over.is_set():
+        prompt = [1 + (number + 3 * n) % 9 for n in range(16)]
+        try:
+            output = await client.complete(prompt, max_new_tokens=new, ignore_eos=True, seed=number)
+            counts["ended" if len(output.token_ids) == new else "short"] += 1
+        except Exception as error:
+            counts["failed"] += 1
+            print(f"stream {number}: {error}", flush=True)
+
+
+def steps_of(engine: Engine) -> int:
+    return min((one.load.steps for one in engine.rank_statistics.values()), default=0)
+
+
+def imbalances(before: list[tuple[int, ...]], now: list[tuple[int, ...]], experts: int) -> list[float]:
+    """By layer: maximum / mean over ranks of the rows between two counts."""
+    found = []
+    for first in range(0, len(now[0]), experts):
+        part = slice(first, first + experts)
+        rows = [sum(late[part]) - sum(early[part]) for early, late in zip(before, now, strict=True)]
+        found.append(max(rows) * len(rows) / max(1, sum(rows)))
+    return found
+
+
+async def watch(engine: Engine, args: argparse.Namespace) -> None:
+    began, steps, before = time.monotonic(), steps_of(engine), await engine.balancer.count_rows()
+    print("| s | steps | mean of layers | worst layer |\n|---|---|---|---|", flush=True)
+    while time.monotonic() - began < args.seconds:
+        await asyncio.sleep(0.2)
+        if steps_of(engine) - steps < STEPS:
+            continue
+        now, passed = await engine.balancer.count_rows(), steps_of(engine) - steps
+        found = imbalances(before, now, args.experts)
+        mean, worst = sum(found) / len(found), max(found)
+        print(f"| {time.monotonic() - began:.1f} | {passed} | {mean:.3f} | {worst:.3f} |", flush=True)
+        before, steps = now, steps + passed
+
+
+async def run(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, args)
+        config = configured(folder, args)
+        server = Server(config, ServedModel.load(config.model), RankProcesses(config, outlive=True))
+        await server.start(lambda *_: None)
+        counts = {"ended": 0, "short": 0, "failed": 0}
+        async with AsyncClient(server.address) as client:
+            over = asyncio.Event()
+            streams = [
+                asyncio.create_task(stream(client, n, args.new_tokens, counts, over))
+                for n in range(args.streams)
+            ]
+            await watch(server.engine, args)
+            over.set()
+            await asyncio.gather(*streams)
+        await server.drain()
+        await server.stop()
+    print(f"\nstreams: {counts}")
+    return int(bool(counts["short"] or counts["failed"] or not counts["ended"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("--ranks", type=int, default=4)
+    option("--spare-slots", type=int, default=3, help="per layer and rank")
+    option("--balance", choices=("auto", "off"), default="auto")
+    option("--period", type=float, default=5.0, help="seconds between plans")
+    option("--moves", type=int, default=64, help="experts to load in one plan")
+    option("--seconds", type=float, default=90.0)
+    option("--streams", type=int, default=64, help="at once, over all ranks")
+    option("--new-tokens", type=int, default=128)
+    option("--experts", type=int, default=128)
+    option("--top-k", type=int, default=8)
+    option("--layers", type=int, default=4)
+    option("--hidden", type=int, default=64)
+    option("--ffn", type=int, default=32)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ep_server.engine.balancer").setLevel(logging.INFO)
+    return asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
