@@ -2,9 +2,10 @@
 
     python benchmarks/overlap_delay.py
 
-Two hosts (network namespaces, so it needs root) with one CPU rank each, over libfabric. The fabric layer
-makes messages visible late by each delay; the sender does not wait. All modes must draw the same tokens.
-Ranks spin while they wait, so that the time to wake a process is not measured. Times: ms.
+Two hosts (network namespaces, so it needs root) with one CPU rank each, over libfabric; with --domain lo, two
+processes over loopback instead. The fabric layer makes messages visible late by each delay; the sender does
+not wait. All modes must draw the same tokens. Ranks spin while they wait, so that the time to wake a process
+is not measured. Times: ms.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -69,8 +71,12 @@ SHAPE = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """delays: one way, ms. steps: of off and on in a round. auto_steps: of auto in a round."""
+    """delays: one way, ms. steps: of off and on in a round. auto_steps: of auto in a round.
 
+    domain: interface; "" = hosts of their own.
+    """
+
+    domain: str
     delays: tuple[float, ...]
     tokens: int
     rounds: int
@@ -147,7 +153,7 @@ def policy_of(mode: str, rank: int) -> Overlap:
 
 def measure(plan: Plan, model: RankModel, spec: ExchangeSpec, delay: float, gather: Gather) -> Table:
     """All modes at one delay. Collective."""
-    options = FabricOptions(domain=namespaces.DEVICE, delay_seconds=delay / 1e3)
+    options = FabricOptions(domain=plan.domain or namespaces.DEVICE, delay_seconds=delay / 1e3)
     link = FabricLink(spec, options, Waiting(SPIN_US))
     exchange = link.exchange()
     try:
@@ -174,7 +180,8 @@ def measure(plan: Plan, model: RankModel, spec: ExchangeSpec, delay: float, gath
 
 def rank_main(rank: int, host: str, folder: str, plan: Plan, parent: Connection) -> None:
     """One rank: enters its namespace and measures every delay."""
-    namespaces.enter(host)
+    if host:
+        namespaces.enter(host)
     torch.set_num_threads(1)
     shape = read_spec(folder)
     experts = shape.router.num_experts
@@ -194,10 +201,10 @@ def rank_main(rank: int, host: str, folder: str, plan: Plan, parent: Connection)
 def run(plan: Plan) -> list[Table]:
     """By rank: every mode at every delay."""
     context = multiprocessing.get_context("spawn")
-    with Hosts(RANKS) as hosts, tempfile.TemporaryDirectory() as folder:
+    with nullcontext() if plan.domain else Hosts(RANKS) as hosts, tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
         pipes, processes = [], []
-        for rank, host in enumerate(hosts.names):
+        for rank, host in enumerate([""] * RANKS if hosts is None else hosts.names):
             ours, theirs = context.Pipe()
             args = (rank, host, folder, plan, theirs)
             processes.append(context.Process(target=rank_main, args=args, daemon=True))
@@ -256,11 +263,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=10, help="of off and on in a round")
     parser.add_argument("--auto-steps", type=int, default=51, help="of auto in a round")
+    parser.add_argument("--domain", default="", help="interface that both ranks use, instead of two hosts")
     given = parser.parse_args()
-    if why := namespaces.missing():
+    if not given.domain and (why := namespaces.missing()):
         raise SystemExit(why)
     delays = (0.0, *(delay for delay in given.delays if delay))
-    plan = Plan(delays, given.tokens, given.rounds, given.steps, given.auto_steps)
+    plan = Plan(given.domain, delays, given.tokens, given.rounds, given.steps, given.auto_steps)
     tables = run(plan)
     check_tokens(plan, tables)
     report(plan, tables[0])

@@ -133,6 +133,7 @@ def configured(options: argparse.Namespace, folder: Path) -> tuple[Config, int, 
             "scheduler.block_size": BLOCK,
             "scheduler.max_running": options.streams + 2,
             "scheduler.max_step_tokens": options.step,
+            "scheduler.itl_budget_ms": options.budget,
             "scheduler.kv_blocks": blocks,
             "scheduler.kv_host_gib": held / 2**30,
         }
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8_e4m3"))
     parser.add_argument("--history", type=int, default=16384, help="tokens")
     parser.add_argument("--streams", type=int, default=32, help="that decode meanwhile")
+    parser.add_argument("--budget", type=float, default=-1.0, help="scheduler.itl_budget_ms")
     parser.add_argument("--step", type=int, default=2048, help="scheduler.max_step_tokens")
     parser.add_argument("--pause", type=float, default=2.0, help="seconds without turns, twice a round")
     parser.add_argument("--rounds", type=int, default=5)
