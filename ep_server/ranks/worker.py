@@ -146,8 +146,7 @@ class RankWorker:
             self._profiler.stop()
         self._cache.watch(on=False)
         self._cache = self._cache_reporter()  # whoever subscribes next counts from 1
-        membership = self._exchange.membership
-        if membership is None:
+        if (membership := self._exchange.membership) is None:
             raise InternalError("this exchange cannot regroup")
         membership.reset()
         self._runner.drop_steps()
