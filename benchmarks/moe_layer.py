@@ -1,6 +1,6 @@
 """Microseconds of a MoE layer, from router to residual, beside what its bytes alone take.
 
-    python3 benchmarks/moe_layer.py --device cuda --ranks 1,2 --batch 1,8,64,128
+    python3 benchmarks/moe_layer.py --ranks 1,2 [--device cpu --shape small-moe -- --bandwidth 31]
 
 Runs `ep-server bench offline` for each number of ranks, with random weights and experts drawn uniformly. The
 layer's time is the sum of router, dispatch, experts and combine in decode steps, divided by the layers; on
@@ -63,15 +63,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in map(int, given.ranks.split(",")):
             for batch in measured(given, ranks, Path(folder)):
-                step = batch["step"]
+                step, tokens = batch["step"], batch["sequences_per_rank"]
                 if step is None:
-                    print(f"{ranks:>3} {batch['batch']:>7} too few steps were measured")
+                    print(f"{ranks:>3} {tokens:>7} too few steps were measured")
                     continue
                 took, bound = step["moe_layer"] * 1e6, step["moe_layer_bound"] * 1e6
                 whole = sum(step["phases"][name] for name in PHASES)
                 parts = (f"{name} {step['phases'][name] / whole * took:.1f}" for name in PHASES)
                 print(
-                    f"{ranks:>3} {batch['batch']:>7} {took:>10.1f} {bound:>10.1f} {took / bound:>6.2f}  "
+                    f"{ranks:>3} {tokens:>7} {took:>10.1f} {bound:>10.1f} {took / bound:>6.2f}  "
                     + ", ".join(parts),
                     flush=True,
                 )
