@@ -43,9 +43,18 @@ struct Bfloat16 {
 #pragma unroll
     for (uint32_t group = 0; group < kWarpgroups; ++group) {
       const uint32_t first = row + group * (up ? kHalf : 2 * kHalf);
-      copy_box(to + 2 * group * kHalfBytes, map, stage * kDepth, first, full);
-      copy_box(to + (2 * group + 1) * kHalfBytes, map, stage * kDepth, first + second, full);
+      copy_half(to + 2 * group * kHalfBytes, map, stage * kDepth, first, full);
+      copy_half(to + (2 * group + 1) * kHalfBytes, map, stage * kDepth, first + second, full);
     }
+  }
+
+  // With so many rows, other blocks read the same weights soon.
+  static __device__ void copy_half(std::byte* to, const CUtensorMap* map, uint32_t column, uint32_t row,
+                                   uint64_t* full) {
+    if constexpr (kShares)
+      copy_reused_box(to, map, column, row, full);
+    else
+      copy_box(to, map, column, row, full);
   }
 
   static __device__ void copy_scales(const Weights&, const Task&, const Unit&, uint32_t, Room&, uint32_t,
