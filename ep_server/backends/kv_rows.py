@@ -62,6 +62,19 @@ class KvRows(Protocol):
         """Moves a row onto itself, before anyone uses the cache."""
         ...
 
+    @property
+    def parts(self) -> int:
+        """Parts of a row, those of each layer one after the other."""
+        ...
+
+    def plan_step(self) -> None:
+        """A step was planned: written() is 0 until it runs. Called in the thread of the steps."""
+        ...
+
+    def written(self) -> int:
+        """Leading parts of its rows that the step in progress has written so far; 0 if that is unknown."""
+        ...
+
     def mark(self) -> Any:
         """What write() must come after: all steps launched so far. Called in the thread of the steps."""
         ...
@@ -74,11 +87,11 @@ class KvRows(Protocol):
         """The slots that another rank offered for at most so many rows. Raises: OSError, RuntimeError."""
         ...
 
-    def read(self, places: Sequence[int], slots: Any, slot: int) -> None:
-        """Copies rows that are computed into a slot of offer()."""
+    def read(self, places: Sequence[int], parts: slice, slots: Any, slot: int) -> None:
+        """Copies some parts of rows, which are computed, into a slot of offer()."""
         ...
 
-    def write(self, places: Sequence[int], slots: Any, slot: int, after: Any) -> None:
+    def write(self, places: Sequence[int], parts: slice, slots: Any, slot: int, after: Any) -> None:
         """Copies a slot of attach() or offer() into rows; done on return. after: from mark()."""
         ...
 
@@ -98,15 +111,15 @@ class HostSlots:
             self.descriptor = os.memfd_create("ep-server-kv", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, size)
         memory = mmap.mmap(self.descriptor, size)  # fails if a descriptor's file is smaller
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8).view(count, self.rows, row_bytes)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8).view(count, -1)
 
-    def tensor(self, slot: int, rows: int) -> torch.Tensor:
-        """The first rows of a slot: [rows, row_bytes] uint8."""
-        return self._memory[slot, :rows]
+    def tensor(self, slot: int, size: int) -> torch.Tensor:
+        """The first bytes of a slot: [size] uint8."""
+        return self._memory[slot, :size]
 
-    def host(self, slot: int, rows: int) -> memoryview:
-        """The bytes of the first rows of a slot, for a socket."""
-        flat: Any = self.tensor(slot, rows).view(-1).numpy()
+    def host(self, slot: int, size: int) -> memoryview:
+        """The same for a socket."""
+        flat: Any = self.tensor(slot, size).numpy()
         return memoryview(flat)
 
     def close(self) -> None:
@@ -124,11 +137,20 @@ class CpuRows:
     def __init__(self, cache: KvCache) -> None:
         self.block_size = cache.block_size
         self._parts = [part.view(cache.blocks * cache.block_size, -1) for part in cache.parts()]
-        self._part_bytes = self._parts[0].shape[1]
-        self.row_bytes = len(self._parts) * self._part_bytes
+        self._part_bytes, self.parts = self._parts[0].shape[1], len(self._parts)
+        self.row_bytes = self.parts * self._part_bytes
+        self._progress, self._of_layer = cache.progress, self.parts // len(cache.layers)
 
     def warm_up(self) -> None:
         """Nothing is compiled here."""
+
+    def plan_step(self) -> None:
+        """As KvRows.plan_step."""
+        self._progress.begin()
+
+    def written(self) -> int:
+        """As KvRows.written."""
+        return self._progress.layers * self._of_layer
 
     def mark(self) -> None:
         """Steps have ended when they return."""
@@ -141,17 +163,19 @@ class CpuRows:
         """As KvRows.attach."""
         return HostSlots(kind, rows, count, self.row_bytes, descriptor)
 
-    def read(self, places: Sequence[int], slots: HostSlots, slot: int) -> None:
+    def read(self, places: Sequence[int], parts: slice, slots: HostSlots, slot: int) -> None:
         """As KvRows.read."""
-        rows, index = self._cut(slots, slot, len(places)), torch.tensor(places)
-        for number, part in enumerate(self._parts):
+        chosen, index = self._parts[parts], torch.tensor(places)
+        rows = self._cut(slots, slot, len(places), len(chosen))
+        for number, part in enumerate(chosen):
             rows[:, number] = part.index_select(0, index)
 
-    def write(self, places: Sequence[int], slots: HostSlots, slot: int, after: Any) -> None:
+    def write(self, places: Sequence[int], parts: slice, slots: HostSlots, slot: int, after: Any) -> None:
         """As KvRows.write."""
-        rows, index = self._cut(slots, slot, len(places)), torch.tensor(places)
-        for number, part in enumerate(self._parts):
+        chosen, index = self._parts[parts], torch.tensor(places)
+        rows = self._cut(slots, slot, len(places), len(chosen))
+        for number, part in enumerate(chosen):
             part.index_copy_(0, index, rows[:, number])
 
-    def _cut(self, slots: HostSlots, slot: int, count: int) -> torch.Tensor:
-        return slots.tensor(slot, count).view(count, len(self._parts), self._part_bytes)
+    def _cut(self, slots: HostSlots, slot: int, rows: int, parts: int) -> torch.Tensor:
+        return slots.tensor(slot, rows * parts * self._part_bytes).view(rows, parts, self._part_bytes)

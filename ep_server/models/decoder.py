@@ -68,9 +68,11 @@ class Decoder:
         at = self._attention_input(batch)
         tokens = self._identities(batch)
         x = F.embedding(batch.token_ids, self._weights.embedding)
-        for layer, kv, context in zip(self._weights.layers, self._kv.layers, self._moe, strict=True):
+        layers = zip(self._weights.layers, self._kv.layers, self._moe, strict=True)
+        for index, (layer, kv, context) in enumerate(layers):
             if len(x):
                 x = x + self._attention(norm(x, layer.attention_norm, eps), layer, kv, at)
+            self._kv.progress.written(index)
             h = norm(x, layer.ffn_norm, eps)
             self._clock.lap(Phase.ATTENTION)
             if isinstance(layer.ffn, MoeWeights):

@@ -34,6 +34,27 @@ class KvLayer:
             self.v.flatten(0, 1).index_copy_(0, slots, v)
 
 
+class LayerProgress:
+    """How many layers of a step have written their keys and values. The thread of the steps counts.
+
+    layers: any thread may read it. It grows during a step, and is 0 before the next one is planned.
+    """
+
+    def __init__(self) -> None:
+        self.layers = 0
+        self._micro_batches, self._written = 1, 0
+
+    def begin(self, micro_batches: int = 1) -> None:
+        """A step begins, or is about to."""
+        self.layers, self._micro_batches, self._written = 0, micro_batches, 0
+
+    def written(self, layer: int) -> None:
+        """A micro-batch has written this layer. They take turns: no one is a whole layer ahead."""
+        self._written += 1
+        if self._written % self._micro_batches == 0:
+            self.layers = layer + 1
+
+
 class KvCache:
     """All layers. `blocks` counts usable blocks, ids 0 .. blocks - 1."""
 
@@ -46,6 +67,7 @@ class KvCache:
         device: torch.device | None = None,
     ) -> None:
         self.blocks, self.block_size = blocks, block_size
+        self.progress = LayerProgress()
         device = device or torch.device("cpu")
         self.layers = tuple(_layer(spec, blocks, block_size, dtype, device) for _ in range(spec.num_layers))
 

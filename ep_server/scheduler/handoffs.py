@@ -30,7 +30,8 @@ class KvFetch(NamedTuple):
 class KvExport(NamedTuple):
     """KV blocks that another server may fetch by `key`: those of the first `tokens` tokens are computed.
 
-    held: the request has finished, and nothing else uses its blocks.
+    held: the request has finished, and nothing else uses its blocks. planned: tokens once the steps in flight
+    have run.
     """
 
     number: int
@@ -38,6 +39,7 @@ class KvExport(NamedTuple):
     tokens: int
     blocks: tuple[int, ...]
     held: bool
+    planned: int = 0
 
 
 class Handoffs:
@@ -150,5 +152,6 @@ class Handoffs:
 
 
 def _export(seq: ScheduledSequence, blocks: tuple[int, ...]) -> KvExport:
-    tokens = min(seq.computed, len(seq.request.prompt_ids))
-    return KvExport(seq.number, seq.request.hold, tokens, blocks, held=False)
+    prompt = len(seq.request.prompt_ids)
+    tokens, planned = min(seq.computed, prompt), min(seq.planned, prompt)
+    return KvExport(seq.number, seq.request.hold, tokens, blocks, held=False, planned=planned)

@@ -117,6 +117,7 @@ class ModelRunner:
         """
         self._clock.start()
         params = self._params
+        params.kv_cache.progress.begin(micro_batches)
         parts = split(batch, micro_batches, params.kv_cache.block_size, params.compute.device)
         logits = interleave([self._decoder.forward(part) for part in parts])
         numbers = [number for part in parts for number in part.sampled]

@@ -61,7 +61,7 @@ class GpuRows:
         self.block_size, self._device = cache.block_size, device
         parts = cache.parts()
         self._parts, self._part_bytes = parts, parts[0].shape[1] // cache.block_size
-        self.row_bytes = len(parts) * self._part_bytes
+        self.parts, self.row_bytes = len(parts), len(parts) * self._part_bytes
         self._addresses = torch.tensor([part.data_ptr() for part in parts], device=device)
         self._out, self._in = _Direction(device), _Direction(device)
         self._offers = threading.BoundedSemaphore(MOST_OFFERS)
@@ -70,8 +70,15 @@ class GpuRows:
     def warm_up(self) -> None:
         """As KvRows.warm_up: compiles the kernels."""
         slots = self.offer(Kind.PRIVATE, 1, 1)
-        self.read([0], slots, 0)
-        self.write([0], slots, 0, self.mark())
+        self.read([0], slice(None), slots, 0)
+        self.write([0], slice(None), slots, 0, self.mark())
+
+    def plan_step(self) -> None:
+        """The device runs steps behind this thread's back: what they have written is unknown."""
+
+    def written(self) -> int:
+        """As KvRows.written."""
+        return 0
 
     def mark(self) -> torch.cuda.Event:
         """As KvRows.mark."""
@@ -101,30 +108,33 @@ class GpuRows:
             self.kind = Kind.SHARED
             raise
 
-    def read(self, places: Sequence[int], slots: HostSlots | DeviceSlots, slot: int) -> None:
+    def read(self, places: Sequence[int], parts: slice, slots: HostSlots | DeviceSlots, slot: int) -> None:
         """As KvRows.read. The steps that computed them have ended: their tokens were collected."""
         with self._out.lock, torch.cuda.device(self._device), torch.cuda.stream(self._out.stream):
-            for first, buffer in self._pieces(len(places), self._out):
-                count = len(buffer)
-                gather_blocks(self._addresses, self._index(places[first : first + count]), buffer)
+            addresses = self._addresses[parts]
+            for first, buffer in self._pieces(len(places), len(addresses), self._out):
+                gather_blocks(addresses, self._index(places[first : first + len(buffer)]), buffer)
+                at = first * buffer[0].numel()
                 if isinstance(slots, HostSlots):
-                    host = slots.tensor(slot, first + count)[first:]
-                    host.copy_(buffer.view(count, -1))
+                    slots.tensor(slot, at + buffer.numel())[at:].copy_(buffer.view(-1))
                 else:
-                    self._move(slots.address(slot) + first * self.row_bytes, buffer, gather=False)
+                    self._move(slots.address(slot) + at, buffer, gather=False)
             self._out.stream.synchronize()
 
-    def write(self, places: Sequence[int], slots: HostSlots | DeviceSlots, slot: int, after: Any) -> None:
+    def write(
+        self, places: Sequence[int], parts: slice, slots: HostSlots | DeviceSlots, slot: int, after: Any
+    ) -> None:
         """As KvRows.write."""
         with self._in.lock, torch.cuda.device(self._device), torch.cuda.stream(self._in.stream):
             self._in.stream.wait_event(after)
-            for first, buffer in self._pieces(len(places), self._in):
-                count = len(buffer)
+            addresses = self._addresses[parts]
+            for first, buffer in self._pieces(len(places), len(addresses), self._in):
+                at = first * buffer[0].numel()
                 if isinstance(slots, HostSlots):
-                    buffer.view(count, -1).copy_(slots.tensor(slot, first + count)[first:])
+                    buffer.view(-1).copy_(slots.tensor(slot, at + buffer.numel())[at:])
                 else:
-                    self._move(slots.address(slot) + first * self.row_bytes, buffer, gather=True)
-                scatter_blocks(self._addresses, self._index(places[first : first + count]), buffer)
+                    self._move(slots.address(slot) + at, buffer, gather=True)
+                scatter_blocks(addresses, self._index(places[first : first + len(buffer)]), buffer)
             self._in.stream.synchronize()
 
     def _move(self, address: int, buffer: torch.Tensor, *, gather: bool) -> None:
@@ -134,12 +144,14 @@ class GpuRows:
         each = torch.arange(len(flat), device=self._device)
         (gather_blocks if gather else scatter_blocks)(where, each, flat)
 
-    def _pieces(self, count: int, direction: _Direction) -> Iterator[tuple[int, torch.Tensor]]:
+    def _pieces(self, count: int, parts: int, direction: _Direction) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, buffer for the rows from there on: [rows, parts, bytes]) of `count` rows."""
         most = max(1, DEVICE_SLOT_BYTES // self.row_bytes)
-        buffer = direction.buffer(most * self.row_bytes).view(most, len(self._parts), self._part_bytes)
+        buffer = direction.buffer(most * self.row_bytes)
         for first in range(0, count, most):
-            yield first, buffer[: min(most, count - first)]
+            rows = min(most, count - first)
+            size = rows * parts * self._part_bytes
+            yield first, buffer[:size].view(rows, parts, self._part_bytes)
 
     def _index(self, places: Sequence[int]) -> torch.Tensor:
         return torch.tensor(places, dtype=torch.int64).to(self._device)

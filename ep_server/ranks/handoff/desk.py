@@ -75,7 +75,7 @@ class HandoffDesk:
     def after_plan(self) -> None:
         """Before the step: nothing reads or writes blocks that got other owners, and new fetches begin."""
         if self._exporter is not None:
-            self._exporter.show(self._handoffs.exports())
+            self._exporter.show(self._handoffs.exports(), step=True)
         if self._importer is not None:
             dropped, fetches = self._handoffs.take()
             self._importer.drop(dropped)

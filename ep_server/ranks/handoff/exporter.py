@@ -27,6 +27,7 @@ from ep_server.ranks.handoff.wire import (
     HandoffError,
     Hello,
     Line,
+    Moved,
     Rows,
     answer,
     refusal,
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 UNKNOWN_SECONDS = 2.0  # a key may arrive before its request has reached this rank
 KEEPALIVE_SECONDS = 0.5
+LAYER_SECONDS = 0.002  # how often a step is asked which layers it has written
 REMEMBERED = 1024  # keys that ended: refused at once
 FETCHED = "the blocks were fetched already"
 MAX_READERS = 64
@@ -75,8 +77,10 @@ class KvExporter:
         for listener in (self._tcp, self._unix):
             threading.Thread(target=self._accept, args=(listener,), daemon=True, name="kv-listen").start()
 
-    def show(self, exports: Iterable[KvExport]) -> None:
-        """What may be read from now on, and nothing else is. Called by the rank's loop before each step."""
+    def show(self, exports: Iterable[KvExport], *, step: bool = False) -> None:
+        """What may be read from now on, and nothing else is. step: one was planned, which begins after it."""
+        if step:
+            self._rows.plan_step()  # before a reader can know what it will compute
         now, listed = time.monotonic(), {export.key: export for export in exports}
         if not listed and not self._shown:
             return
@@ -194,40 +198,58 @@ class KvExporter:
             return shown
 
     def _send(self, line: Line, hello: Hello, shown: _Shown, slots: Slots) -> None:
-        at, sent = hello.first, 0
-        while at < hello.end:
-            ready = self._await(line, shown, at)
-            if sent >= SLOTS:
-                line.take(1)  # the slot that is filled next was read
-            slot, count = sent % SLOTS, min(ready - at, hello.end - at, slots.rows)
-            with shown.reading:
-                if shown.gone:
-                    raise HandoffError(shown.gone)
-                blocks, size = shown.export.blocks, self._rows.block_size
-                count = min(count, shown.export.tokens - at)  # it was computed anew meanwhile
-                if count > 0:
-                    places = [blocks[n // size] * size + n % size for n in range(at, at + count)]
-                    self._rows.read(places, slots, slot)
-            if count <= 0:
-                continue
-            line.put(Rows(at, count, slot).pack())
-            if isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
-                line.put(slots.host(slot, count))
-            at, sent = at + count, sent + 1
-            self._sent += count * self._rows.row_bytes
-        for _ in range(min(sent, SLOTS)):
+        moved, sent, unread = Moved(hello.first, hello.end, self._rows.parts), 0, 0
+        while not moved.complete:
+            self._await(line, shown, moved)
+            if unread == SLOTS:
+                line.take(1)
+                unread -= 1
+            rows = self._read(shown, moved, slots, sent % SLOTS)
+            if rows is not None:
+                size = rows.count * rows.parts * self._rows.row_bytes // self._rows.parts
+                line.put(rows.pack())
+                if isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
+                    line.put(slots.host(rows.slot, size))
+                moved.add(rows)
+                sent, unread = sent + 1, unread + 1
+                self._sent += size
+        for _ in range(unread):
             line.take(1)
 
-    def _await(self, line: Line, shown: _Shown, at: int) -> int:
-        """Waits until row `at` is computed. Returns: rows that are. Raises: HandoffError."""
+    def _read(self, shown: _Shown, moved: Moved, slots: Slots, slot: int) -> Rows | None:
+        """Fills a slot with what is ready; None if that is nothing any more. Raises: HandoffError."""
+        with shown.reading:
+            if shown.gone:
+                raise HandoffError(shown.gone)
+            rows = moved.next(*self._ready(shown), slots.rows, slot)
+            if rows is not None:
+                blocks, size = shown.export.blocks, self._rows.block_size
+                numbers = range(rows.first, rows.first + rows.count)
+                places = [blocks[n // size] * size + n % size for n in numbers]
+                self._rows.read(places, slice(rows.part, rows.part + rows.parts), slots, slot)
+            return rows
+
+    def _ready(self, shown: _Shown) -> tuple[int, int, int]:
+        """(tokens computed, tokens of the step in progress too, leading parts of these that are written)."""
+        export = shown.export  # before written(): that belongs to this step, or a later one
+        return export.tokens, export.planned, self._rows.written()
+
+    def _await(self, line: Line, shown: _Shown, moved: Moved) -> None:
+        """Waits until there is something to send. Raises: HandoffError."""
+        silent = 0.0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: shown.gone or shown.export.tokens > at, KEEPALIVE_SECONDS)
                 if shown.gone:
                     raise HandoffError(shown.gone)
-                if shown.export.tokens > at:
-                    return shown.export.tokens
-            line.put(Rows(at, 0, 0).pack())
+                if moved.next(*self._ready(shown), 1, 0) is not None:
+                    return
+                runs = shown.export.planned > shown.export.tokens
+                seconds = LAYER_SECONDS if runs else KEEPALIVE_SECONDS
+                silent += seconds
+                self._changed.wait(seconds)
+            if silent >= KEEPALIVE_SECONDS:
+                line.put(Rows(moved.first, 0, 0).pack())
+                silent = 0.0
 
 
 def _send_answer(line: Line, slots: Slots) -> None:

@@ -26,6 +26,7 @@ from ep_server.ranks.handoff.wire import (
     HandoffError,
     Hello,
     Line,
+    Moved,
     Rows,
     connect,
     receive_answer,
@@ -137,16 +138,16 @@ class KvImporter:
         with closing(line):
             kind = self._rows.kind if local else Kind.PRIVATE
             line.put(Hello(fetch.source.key, fetch.first, end, self._rows.row_bytes, kind).pack())
-            slots, at = self._slots(line, end - fetch.first, local=local), fetch.first
-            while at < end:
+            slots = self._slots(line, end - fetch.first, local=local)
+            moved = Moved(fetch.first, end, self._rows.parts)
+            while not moved.complete:
                 rows = Rows.receive(line)
                 if time.monotonic() - each.began > self._timeout:
                     raise HandoffError(f"not complete after handoff.timeout_seconds = {self._timeout:g}")
                 if each.dropped:
                     raise HandoffError("the request does not await it any more")
                 if rows.count:
-                    self._take(each, line, rows, slots, end)
-                    at += rows.count
+                    self._take(each, line, rows, slots, moved)
                     line.put(TAKEN)
             line.put(DONE)
 
@@ -161,20 +162,22 @@ class KvImporter:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _take(self, each: _Fetching, line: Line, rows: Rows, slots: Slots, end: int) -> None:
-        at = each.fetch.first + each.arrived
-        if rows.first != at or rows.count > min(end - at, slots.rows) or rows.slot >= SLOTS:
-            raise HandoffError(f"rows {rows.first} to {rows.first + rows.count} were not expected")
+    def _take(self, each: _Fetching, line: Line, rows: Rows, slots: Slots, moved: Moved) -> None:
+        if not moved.fits(rows, slots.rows):
+            raise HandoffError(f"{rows} was not expected")
         if isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
-            line.fill(slots.host(rows.slot, rows.count))
+            size = rows.count * rows.parts * self._rows.row_bytes // self._rows.parts
+            line.fill(slots.host(rows.slot, size))
         fetch, size = each.fetch, self._rows.block_size
-        start = at - fetch.first
+        start = rows.first - fetch.first
         places = [fetch.blocks[n // size] * size + n % size for n in range(start, start + rows.count)]
+        parts = slice(rows.part, rows.part + rows.parts)
         with each.writing:
             if each.dropped:
                 raise HandoffError("the request does not await it any more")
-            self._rows.write(places, slots, rows.slot, each.after)
-            each.arrived += rows.count
+            self._rows.write(places, parts, slots, rows.slot, each.after)
+            moved.add(rows)
+            each.arrived = moved.whole
 
 
 def _receive_memory(line: Line) -> tuple[Kind, int]:

@@ -2,8 +2,9 @@
 
     fetcher -> holder   Hello: which rows of which key, in what format
     holder -> fetcher   Answer: the kind of memory, with its descriptor over a local socket; or why not
-    holder -> fetcher   Rows: `count` rows from `first` on; their bytes follow, or lie in slot `slot` of
-                        shared memory. count 0: still computing. first NOTHING: it ended, an Answer follows
+    holder -> fetcher   Rows: some parts of `count` rows from `first` on, layer by layer where these are
+                        known; their bytes follow, or lie in slot `slot` of shared memory. count 0: still
+                        computing. first NOTHING: it ended, an Answer follows
     fetcher -> holder   one byte per Rows with rows: the slot may be used again; DONE after the last
 
 Numbers are little-endian. Units: tokens (a row each), bytes, seconds.
@@ -30,7 +31,7 @@ SLOTS = 2  # of the memory for rows: one is filled while the other is read
 
 _HELLO = struct.Struct(f"<I{KEY_BYTES}sIIIB")
 _ANSWER = struct.Struct("<BH")
-_ROWS = struct.Struct("<III")
+_ROWS = struct.Struct("<IIIII")
 
 
 class HandoffError(Unavailable):
@@ -65,15 +66,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Announces rows. slot: of the shared memory."""
+    """Announces `parts` parts of rows, from `part` on. slot: where they lie."""
 
     first: int
     count: int
     slot: int
+    part: int = 0
+    parts: int = 0
 
     def pack(self) -> bytes:
         """As it is sent."""
-        return _ROWS.pack(self.first, self.count, self.slot)
+        return _ROWS.pack(self.first, self.count, self.slot, self.part, self.parts)
 
     @classmethod
     def receive(cls, line: Line) -> Self:
@@ -83,6 +86,75 @@ class Rows:
             receive_answer(line)
             raise HandoffError("the other server ended the hand-off")
         return rows
+
+
+class Moved:
+    """Which parts of the rows `first` to `end` have moved; each row gets its parts in order.
+
+    Kept as runs of rows that have the same number of parts.
+    """
+
+    def __init__(self, first: int, end: int, parts: int) -> None:
+        self.first, self.end, self._parts = first, end, parts
+        self._runs = [(end, 0)]  # (end of the run, parts of each row)
+
+    @property
+    def whole(self) -> int:
+        """Leading rows with all parts."""
+        end, parts = self._runs[0]
+        return end - self.first if parts == self._parts else 0
+
+    @property
+    def complete(self) -> bool:
+        """All rows are whole."""
+        return self.whole == self.end - self.first
+
+    def next(self, tokens: int, planned: int, written: int, most: int, slot: int) -> Rows | None:
+        """What may move now, for a slot of `most` whole rows; None if there is nothing.
+
+        Rows below `tokens` have all parts; those of the step in progress, below `planned`, have `written`.
+        """
+        at = self.first
+        for end, parts in self._runs:
+            for until, ready in ((tokens, self._parts), (planned, written)):
+                stop = min(end, until)
+                if at < stop and parts < ready:
+                    count = min(stop - at, most * self._parts // (ready - parts))
+                    return Rows(at, count, slot, parts, ready - parts)
+                at = max(at, stop)
+            if at < end:
+                return None
+        return None
+
+    def fits(self, rows: Rows, most: int) -> bool:
+        """Whether these follow what has moved, and lie in a slot of `most` whole rows."""
+        begin, end, at = rows.first, rows.first + rows.count, self.first
+        if not (self.first <= begin < end <= self.end and 0 < rows.parts <= self._parts - rows.part):
+            return False
+        if rows.count * rows.parts > most * self._parts or rows.slot >= SLOTS:
+            return False
+        for stop, parts in self._runs:
+            if at < end and stop > begin and parts != rows.part:
+                return False
+            at = stop
+        return True
+
+    def add(self, rows: Rows) -> None:
+        """They have moved; they fit."""
+        runs, at = list[tuple[int, int]](), self.first
+        for end, parts in self._runs:
+            for until, has in (
+                (rows.first, parts),
+                (rows.first + rows.count, parts + rows.parts),
+                (end, parts),
+            ):
+                stop = min(until, end)
+                if at < stop:
+                    if runs and runs[-1][1] == has:
+                        runs.pop()
+                    runs.append((stop, has))
+                    at = stop
+        self._runs = runs
 
 
 def answer(kind: Kind) -> bytes:

@@ -6,14 +6,16 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ep_server.backends.kv_rows import CpuRows, Kind
+from ep_server.models.kv_cache import LayerProgress
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
-from ep_server.ranks.handoff.wire import HandoffError, Hello, Line, Rows, connect, receive_answer
+from ep_server.ranks.handoff.wire import HandoffError, Hello, Line, Moved, Rows, connect, receive_answer
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import KvExport, KvFetch
 
@@ -26,6 +28,7 @@ class Cache:
 
     def __init__(self, blocks: int, block_size: int, fill: int | None = None) -> None:
         self.blocks, self.block_size = blocks, block_size
+        self.layers, self.progress = range(PARTS), LayerProgress()
         made = torch.Generator().manual_seed(blocks)
         shape = (blocks, block_size * WIDTH)
         self.tensors = [
@@ -102,6 +105,54 @@ def test_rows_follow_the_computation(there: tuple[Cache, KvExporter]) -> None:
     assert ended == [(-1, 15)] and torch.equal(own.rows((0, 1, 2)), cache.rows(blocks)[:15])
 
 
+def test_layers_move_while_their_step_runs(there: tuple[Cache, KvExporter]) -> None:
+    """Each part as soon as it is written; the rest, once tokens are computed."""
+    cache, exporter = there
+    own, blocks = Cache(4, 5, fill=0), (1, 2, 3)
+    expected = [part.view(-1, WIDTH)[5:20] for part in cache.tensors]
+    importer = KvImporter(rows_of(own), WAIT, 5)
+    importer.start([KvFetch(-1, KvSource(exporter.address, exporter.local, KEY, 15), 0, (0, 1, 2))])
+    exporter.show([KvExport(1, KEY, 0, blocks, held=False, planned=12)], step=True)
+    end = time.monotonic() + WAIT
+    for layer in range(PARTS - 1):
+        cache.progress.written(layer)
+        while not torch.equal(own.tensors[layer].view(-1, WIDTH)[:12], expected[layer][:12]):
+            assert time.monotonic() < end
+        assert own.tensors[layer].view(-1, WIDTH)[12:].eq(0).all() and own.tensors[-1].eq(0).all()
+    exporter.show([KvExport(1, KEY, 12, blocks, held=False, planned=15)], step=True)
+    cache.progress.written(0)
+    exporter.show([KvExport(1, KEY, 15, blocks, held=True, planned=15)])
+    while not (ended := importer.ended()):
+        assert time.monotonic() < end
+    assert ended == [(-1, 15)] and torch.equal(own.rows((0, 1, 2)), cache.rows(blocks))
+
+
+def test_runs_of_rows_are_kept_in_order() -> None:
+    """Compared with a count of parts for every row, over many pieces of many sizes."""
+    for most in (1, 2, 5, 50):
+        moved, counts = Moved(3, 40, 6), [0] * 37
+        for tokens, planned, written in (
+            (0, 9, 2),
+            (0, 9, 4),
+            (7, 30, 1),
+            (20, 30, 5),
+            (29, 40, 3),
+            (40, 40, 0),
+        ):
+            while (rows := moved.next(tokens, planned, written, most, 1)) is not None:
+                assert moved.fits(rows, most) and rows.count * rows.parts <= most * 6
+                assert not moved.fits(replace(rows, part=rows.part + 1), most)
+                for at in range(rows.first - 3, rows.first - 3 + rows.count):
+                    assert counts[at] == rows.part
+                    counts[at] += rows.parts
+                moved.add(rows)
+                whole = next((n for n, count in enumerate(counts) if count < 6), 37)
+                assert moved.whole == whole
+            for at, count in enumerate(counts, 3):
+                assert count >= (6 if at < tokens else written if at < planned else 0)
+        assert moved.complete and counts == [6] * 37
+
+
 def test_what_arrived_before_the_end_counts(there: tuple[Cache, KvExporter]) -> None:
     cache, exporter = there
     own, blocks = Cache(4, 5, fill=0), (1, 2, 3)
@@ -171,8 +222,15 @@ def test_garbage_ends_its_connection_alone(there: tuple[Cache, KvExporter], sent
 
 @pytest.mark.parametrize(
     "rows",
-    [Rows(1, 2, 0), Rows(0, 6, 0), Rows(0, 1, 9), Rows(0, 1 << 31, 0)],
-    ids=["gap", "too many", "slot", "huge"],
+    [
+        Rows(1, 6, 0, 0, PARTS),
+        Rows(0, 1, 9, 0, PARTS),
+        Rows(0, 1 << 31, 0, 0, PARTS),
+        Rows(0, 5, 0, 1, PARTS - 1),
+        Rows(0, 5, 0, 0, PARTS + 1),
+        Rows(0, 5, 0, 0, 0),
+    ],
+    ids=["too many", "slot", "huge", "not in order", "parts", "none"],
 )
 def test_unexpected_rows_are_not_written(rows: Rows) -> None:
     own, silent = Cache(2, 5, fill=0xEE), socket.create_server(("127.0.0.1", 0))

@@ -57,8 +57,9 @@ def test_rows_move_between_two_caches(kind: Kind, monkeypatch: pytest.MonkeyPatc
         after = fetcher.mark()
     for at in range(0, ROWS, offered.rows):
         slot, count = at // offered.rows % 2, min(offered.rows, ROWS - at)
-        holder.read(sources[at : at + count], offered, slot)
-        fetcher.write(places[at : at + count], attached, slot, after)
+        for parts in (slice(0, 2), slice(2, PARTS)):
+            holder.read(sources[at : at + count], parts, offered, slot)
+            fetcher.write(places[at : at + count], parts, attached, slot, after)
     assert torch.equal(here.rows(places), there.rows(sources))
     assert torch.equal(here.rows(order[:-ROWS]), before)
     offered.close()
