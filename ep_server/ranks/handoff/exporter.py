@@ -65,7 +65,7 @@ class KvExporter:
         self._ended: OrderedDict[bytes, str] = OrderedDict()  # key -> why
         self._changed = threading.Condition()
         self._readers = threading.Semaphore(MAX_READERS)
-        self._sent = self._handoffs = 0
+        self._sent = self._handoffs = self._steps = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._tcp = socket.create_server((host, port), family=family, backlog=MAX_READERS)
         shown = f"[{host}]" if ":" in host else host
@@ -80,6 +80,7 @@ class KvExporter:
     def show(self, exports: Iterable[KvExport], *, step: bool = False) -> None:
         """What may be read from now on, and nothing else is. step: one was planned, which begins after it."""
         if step:
+            self._steps += 1
             self._rows.plan_step()  # before a reader can know what it will compute
         now, listed = time.monotonic(), {export.key: export for export in exports}
         if not listed and not self._shown:
@@ -235,8 +236,9 @@ class KvExporter:
         return export.tokens, export.planned, self._rows.written()
 
     def _await(self, line: Line, shown: _Shown, moved: Moved) -> None:
-        """Waits until there is something to send. Raises: HandoffError."""
-        silent = 0.0
+        """Waits until there is something to send. Raises: HandoffError; also where no step begins or goes on."""
+        told = stepped = time.monotonic()
+        at = self._steps, self._rows.written()
         while True:
             with self._changed:
                 if shown.gone:
@@ -244,12 +246,14 @@ class KvExporter:
                 if moved.next(*self._ready(shown), 1, 0) is not None:
                     return
                 runs = shown.export.planned > shown.export.tokens
-                seconds = LAYER_SECONDS if runs else KEEPALIVE_SECONDS
-                silent += seconds
-                self._changed.wait(seconds)
-            if silent >= KEEPALIVE_SECONDS:
+                self._changed.wait(LAYER_SECONDS if runs else KEEPALIVE_SECONDS)
+            now, was, at = time.monotonic(), at, (self._steps, self._rows.written())
+            stepped = now if at != was else stepped
+            if now - stepped > self._silence:  # another rank was lost: computing it elsewhere takes less time
+                raise HandoffError(f"the rank ran no step for {self._silence:g} s")
+            if now - told >= KEEPALIVE_SECONDS:
                 line.put(Rows(moved.first, 0, 0).pack())
-                silent = 0.0
+                told = now
 
 
 def _send_answer(line: Line, slots: Slots) -> None:

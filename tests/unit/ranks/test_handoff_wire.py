@@ -169,6 +169,18 @@ def test_what_arrived_before_the_end_counts(there: tuple[Cache, KvExporter]) -> 
     assert importer.counters()["handoffs/failed"] == 1
 
 
+def test_a_rank_that_runs_no_step_is_not_awaited() -> None:
+    """It waits for others to be replaced. One that has everything need not run any."""
+    cache = Cache(4, 5)
+    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, silence=0.3)
+    exporter.show([KvExport(1, KEY, 5, (1, 2), held=False, planned=10)], step=True)
+    source, own = KvSource(exporter.address, exporter.local, KEY, 10), Cache(2, 5, fill=0)
+    importer = KvImporter(rows_of(own), WAIT, 30)
+    assert fetched(importer, KvFetch(-1, source, 0, (0, 1))) == 5
+    assert fetched(importer, KvFetch(-2, source, 0, (1,))) == 5
+    exporter.close()
+
+
 def test_a_dropped_fetch_writes_nothing_more(there: tuple[Cache, KvExporter]) -> None:
     _, exporter = there
     own = Cache(4, 5, fill=0xEE)
