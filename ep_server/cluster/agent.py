@@ -111,6 +111,7 @@ class GroupRanks:
         self._group_plan: GroupPlan | None = None
         self._processes: dict[int, RankProcess] = {}
         self._loading: set[int] = set()
+        self._doomed: dict[int, signal.Signals] = {}  # by rank: signal for one that has not started
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -177,11 +178,15 @@ class GroupRanks:
     def _started(self, process: RankProcess) -> None:
         self._processes[process.rank] = process
         self._loading.add(process.rank)
+        if process.rank in self._doomed:
+            process.signal(self._doomed[process.rank])
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
-        """Ignored for a rank not started yet: node 0 is giving up, and end() follows."""
+        """A rank that has not started yet gets the signal once it has."""
         if rank in self._processes or rank not in local_ranks(self._config):
             self._process(rank).signal(number)
+        else:
+            self._doomed[rank] = number
 
     def _process(self, rank: int) -> RankProcess:
         if rank not in self._processes:

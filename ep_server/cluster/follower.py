@@ -310,7 +310,8 @@ class Follower:
             relay.end(f"{message}: the server ends")
             return 1
         if self._end.code:
-            log.error("the server has ended: %s", self._end.reason)
+            what = "this node cannot take part" if self._end.refused else "the server has ended"
+            log.error("%s: %s", what, self._end.reason)
         relay.refuse("the server has ended")  # final messages of streams may still be in transit
         return self._end.code
 

@@ -145,7 +145,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         link = self._links.get(node)
         if link is not None:
             log.error("node %d cannot take part: %s", node, reason)
-            link.send(end=pb.End(code=1, reason=reason))
+            link.send(end=pb.End(code=1, reason=reason, refused=True))
             link.finish()
             self._left(node, link)
 

@@ -41,6 +41,11 @@ class Waiting:
             socket.send_fds(self.descriptors, [b"\0"], list(shared))
         return self.process
 
+    def close(self) -> None:
+        """Closes channel and socket of a process that has ended."""
+        self.process.close()
+        self.descriptors.close()
+
 
 class StandbyPool:
     """At most `count` processes."""
@@ -56,7 +61,7 @@ class StandbyPool:
 
     async def fill(self) -> None:
         """Starts as many as are missing."""
-        self._waiting = [one for one in self._waiting if not one.process.exited.is_set()]
+        self._drop_ended()
         try:
             while len(self._waiting) < self._count and not self._closed:
                 self._waiting.append(await self._start())
@@ -65,11 +70,8 @@ class StandbyPool:
 
     def take(self) -> Waiting | None:
         """One that waits; None if none does."""
-        while self._waiting:
-            found = self._waiting.pop(0)
-            if not found.process.exited.is_set():
-                return found
-        return None
+        self._drop_ended()
+        return self._waiting.pop(0) if self._waiting else None
 
     async def close(self) -> None:
         """Ends all. Idempotent."""
@@ -81,8 +83,13 @@ class StandbyPool:
             async with asyncio.timeout(END_SECONDS):
                 await asyncio.gather(*(one.process.exited.wait() for one in waiting))
         for one in waiting:
-            one.process.close()
-            one.descriptors.close()
+            one.close()
+
+    def _drop_ended(self) -> None:
+        for one in self._waiting:
+            if one.process.exited.is_set():
+                one.close()
+        self._waiting = [one for one in self._waiting if not one.process.exited.is_set()]
 
     async def _start(self) -> Waiting:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -165,9 +165,11 @@ class State(_message.Message):
     def __init__(self, serving: _Optional[bool] = ...) -> None: ...
 
 class End(_message.Message):
-    __slots__ = ("code", "reason")
+    __slots__ = ("code", "reason", "refused")
     CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     code: int
     reason: str
-    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    refused: bool
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., refused: _Optional[bool] = ...) -> None: ...

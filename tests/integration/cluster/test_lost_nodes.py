@@ -270,7 +270,7 @@ async def test_a_node_that_flaps_stays_out() -> None:
     ("options", "message"),
     [
         (("--scheduler-block-size", "8"), "node 1: scheduler.block_size = 8, node 0 has 16"),
-        (("--fabric-domain", "nowhere0"), "the server has ended: rank 1: "),
+        (("--fabric-domain", "nowhere0"), "this node cannot take part: rank 1: "),
     ],
     ids=["differs", "cannot-start"],
 )

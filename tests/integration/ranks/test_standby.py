@@ -1,0 +1,64 @@
+"""Processes on standby become ranks of a group that was planned after they started."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.cluster.node_group import GroupOrder, NodeGroup
+from ep_server.config import Config
+from ep_server.ranks.hosts import standby_pool
+from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.standby import StandbyPool
+from tests.support.ranks.rank_group import Recorder, greedy
+
+WAIT = 120.0
+CONFIG = Config.from_values(
+    {
+        "model.path": str(DEMO_MODEL),
+        "cluster.nodes": 2,
+        "cluster.node_rank": 0,
+        "parallel.ranks": 2,
+        "parallel.threads_per_rank": 1,
+        "resilience.standby": 2,
+        "scheduler.kv_blocks": 64,
+    }
+)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[StandbyPool]:
+    made = standby_pool(CONFIG)
+    await made.fill()
+    yield made
+    await made.close()
+
+
+async def test_a_group_starts_with_processes_on_standby(pool: StandbyPool) -> None:
+    """All of them, but for one that has ended."""
+    first, second = [one.process for one in pool._waiting]
+    first.signal(signal.SIGKILL)
+    async with asyncio.timeout(WAIT):
+        await first.exited.wait()
+        group = NodeGroup(CONFIG, GroupOrder(1, (0,)), {}, standby=pool)
+        ranks, heard = RankProcesses(group.config, group), Recorder()
+        try:
+            ready = await ranks.start(heard, lambda *_: None)
+            assert second.pid in [rank.pid for rank in ready] and first.pid not in ranks.pids
+            ranks.submit(1, greedy(1, (5, 6, 7), 4))
+            await heard.until(lambda: len(heard.tokens.get(1, ())) == 4)
+        finally:
+            await ranks.stop()
+
+
+async def test_nothing_is_left_of_a_pool_that_is_closed(pool: StandbyPool) -> None:
+    waiting = [one.process for one in pool._waiting]
+    assert len(waiting) == 2
+    await pool.close()
+    assert all(process.exited.is_set() for process in waiting)
+    await pool.fill()
+    assert pool.take() is None
