@@ -162,7 +162,8 @@ async def run(
         asked = draw_requests(draw, streams, lengths, model.vocab_size, has_text=model.has_tokenizer)
         if prefill is not None:  # what is cached would not be handed off
             asked = [Asked(one.prompt_ids, {**one.fields, "bypass_prefix_cache": True}) for one in asked]
-        expected = [(await _answer(_direct(client), one)).output for one in asked]
+        undisturbed = await asyncio.gather(*(_answer(_direct(client), one) for one in asked))
+        expected = [answer.output for answer in undisturbed]
         before = await _memory(client)
         with Bars(Console(stderr=True), lambda text: None) as bars:
             faults, answers = [Faults(*each, draw) for each in _shares(clients, plan)], list[Answer]()

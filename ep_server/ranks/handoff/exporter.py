@@ -236,7 +236,7 @@ class KvExporter:
         return export.tokens, export.planned, self._rows.written()
 
     def _await(self, line: Line, shown: _Shown, moved: Moved) -> None:
-        """Waits until there is something to send. Raises: HandoffError; also where no step begins or goes on."""
+        """Waits until there is something to send. Raises: HandoffError, also where no step runs."""
         told = stepped = time.monotonic()
         at = self._steps, self._rows.written()
         while True:
