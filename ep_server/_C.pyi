@@ -98,7 +98,7 @@ class Segment:
     def regions(self) -> list[int]: ...
     @property
     def bytes(self) -> int: ...
-    def abort_without(self, lost: int) -> None:
+    def abort_without(self, lost: int, generation: int) -> None:
         """Ends every wait of the group; all ranks but `lost`, which has ended, report that it is lost."""
 
 class RowKernels:
@@ -176,8 +176,8 @@ class Exchange:
         """Gathers a record from every rank. limit_ns: how long to wait for a peer that is alive; 0 = for ever."""
     def abort(self) -> None:
         """Ends all waits of the group with GroupAborted."""
-    def reset(self, dead: int) -> None:
-        """Starts a new generation without the ranks whose bits are set in `dead`."""
+    def reset(self, dead: int, generation: int = 0) -> None:
+        """Starts a generation, 0 = the next one, without the ranks whose bits are set in `dead`."""
     @property
     def masked(self) -> int: ...
     def mask(self, ranks: int) -> None: ...

@@ -50,6 +50,19 @@ class PreparePlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareGeneration:
+    """Order to a rank: make ready for other live ranks, as for another placement.
+
+    The switch regroups the ranks; those that are not in `live` end their requests and wait for their end.
+    """
+
+    change: int
+    generation: int
+    live: tuple[int, ...]
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
 class CountExperts:
     """Order to a rank: report how many rows it received for each expert of each layer."""
 
@@ -78,7 +91,7 @@ class ReleaseKv:
     key: bytes
 
 
-Prepare = PrepareWeights | PreparePlacement
+Prepare = PrepareWeights | PreparePlacement | PrepareGeneration
 Change = Prepare | SwitchChange | DropChange
 RankOrder = FlushCache | StartProfile | StopProfile | CountExperts | Change | ReleaseKv
 

@@ -304,8 +304,12 @@ void bind_exchange(py::module_& m) {
            "ever.")
       .def("abort", &abort_exchange, "Ends all waits of the group with GroupAborted.")
       .def(
-          "reset", [](Exchange& self, uint64_t dead) { run(self, [&](Group& g) { return reset(g, dead); }); },
-          arg("dead"), "Starts a new generation without the ranks whose bits are set in `dead`.")
+          "reset",
+          [](Exchange& self, uint64_t dead, uint32_t generation) {
+            run(self, [&](Group& g) { return reset(g, dead, generation); });
+          },
+          arg("dead"), arg("generation") = 0,
+          "Starts a generation, 0 = the next one, without the ranks whose bits are set in `dead`.")
       .def_property_readonly("masked", [](Exchange& self) { return self.group().masked.load(); })
       .def("mask", &mask, arg("ranks"))
       .def_property_readonly("generation", [](Exchange& self) { return self.group().generation.load(); })

@@ -119,7 +119,7 @@ void bind_layout(py::module_& m) {
                                return begins;
                              })
       .def_property_readonly("bytes", &shm::Segment::bytes)
-      .def("abort_without", &shm::abort_without, py::arg("lost"),
+      .def("abort_without", &shm::abort_without, py::arg("lost"), py::arg("generation"),
            "Ends every wait of the group; all ranks but `lost`, which has ended, report that it is lost.");
   m.def(
       "create_segment", [](const Geometry& g) { return shm::create(g, shm::whole_group(g)); },

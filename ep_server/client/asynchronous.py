@@ -201,6 +201,10 @@ class AsyncClient:
         """Replaces the weights by those of another checkpoint with the same shapes."""
         return await self._control(control_pb2.UpdateWeightsResponse, path=path)
 
+    async def scale(self, ranks: int = 0, hold_out: Sequence[int] = ()) -> control_pb2.ScaleResponse:
+        """Changes which ranks serve. No stream ends. ranks: how many; 0 = as before."""
+        return await self._control(control_pb2.ScaleResponse, ranks=ranks, hold_out=hold_out)
+
     async def serving(self, service: str = SERVICE, *, timeout: float | None = None) -> bool:
         """Whether a service takes requests now. service: full name; "" asks whether the process works."""
         request = health_pb2.HealthCheckRequest(service=service)

@@ -181,6 +181,10 @@ class Client:
         """Replaces the weights by those of another checkpoint with the same shapes."""
         return self._control(control_pb2.UpdateWeightsResponse, path=path)
 
+    def scale(self, ranks: int = 0, hold_out: Sequence[int] = ()) -> control_pb2.ScaleResponse:
+        """Changes which ranks serve. No stream ends. ranks: how many; 0 = as before."""
+        return self._control(control_pb2.ScaleResponse, ranks=ranks, hold_out=hold_out)
+
     def serving(self, service: str = SERVICE, *, timeout: float | None = None) -> bool:
         """Whether a service takes requests now. service: full name; "" asks whether the process works."""
         request = health_pb2.HealthCheckRequest(service=service)

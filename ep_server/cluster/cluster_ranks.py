@@ -16,7 +16,7 @@ from dataclasses import replace
 from ep_server.cluster.leader import Leader
 from ep_server.cluster.node_group import NodeGroup
 from ep_server.config import Config
-from ep_server.errors import EpServerError, InternalError, StartupError
+from ep_server.errors import EpServerError, InternalError, StartupError, WrongState
 from ep_server.orders import OrderDone, RankOrder
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import GroupState, RankListener, Restarted
@@ -124,6 +124,10 @@ class GroupEvents:
             self._listener.on_lost(self._numbers[rank], message, seconds)
         else:
             self.failed = message
+
+    def on_left(self, rank: int) -> None:
+        """As RankListener.on_left."""
+        raise InternalError(f"no rank leaves a group: {rank}")
 
     def on_regroup(self, why: str) -> None:
         """As RankListener.on_regroup."""
@@ -234,6 +238,10 @@ class ClusterRanks:
         finally:
             self._restarting = False
             self._changed.set()
+
+    async def scale(self, count: int, hold_out: frozenset[int]) -> float:
+        """Refused: nodes leave and return instead."""
+        raise WrongState("ranks of several nodes do not change one by one: stop or start a node")
 
     def submit(self, rank: int, request: Request) -> None:
         """As Ranks.submit."""

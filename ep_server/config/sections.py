@@ -307,6 +307,12 @@ class ResilienceConfig:
     balance_moves: int = option(
         64, "Experts of a layer that one plan may load, over all layers and ranks.", low=1, high=1 << 20
     )
+    rank_losses: int = option(
+        2,
+        "Losses of a rank within ten minutes after which it stays out, if others can go on. 0: never.",
+        low=0,
+        high=10_000,
+    )
     max_losses: int = option(
         5,
         "Losses within ten minutes that the server survives; the next one ends it.",

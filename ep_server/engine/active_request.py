@@ -6,9 +6,10 @@ Units: seconds of the engine's clock, tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ep_server.engine.admission import Asked
 from ep_server.engine.observer import RequestSummary
 from ep_server.engine.stream import Completion, TokenStream
 from ep_server.errors import EpServerError
@@ -124,3 +125,10 @@ class ActiveRequest:
     @property
     def _queued_seconds(self) -> float:
         return min(self.queued, self._first_token_seconds)  # two processes, two clocks
+
+
+def asked_by(sequences: Sequence[Submission]) -> Asked:
+    """What the sequences of one call ask for together."""
+    request, timeout = sequences[0].request, sequences[0].timeout
+    longest = request.stopping.max_new_tokens
+    return Asked(len(sequences), request.priority, request.dp_rank, longest, timeout)

@@ -62,13 +62,15 @@ class Delivery:
         pace: Pace,
         ranks_per_node: int = 1,
         recovers: Callable[[int | None], bool] = lambda _rank: False,
+        warm: Callable[[Sequence[RankReady]], None] = lambda _ready: None,
     ) -> None:
-        """recovers: called with a lost rank, or None: True if other ranks start, and resume() follows."""
+        """recovers: called with a lost rank, or None: True if other ranks start, and resume() follows.
+        warm: called with the live ranks when these change as planned."""
         self.lost = asyncio.Event()  # for good
         self.lost_message = ""
         self.down = False  # a rank is lost, and a new group starts: the ranks get no commands
         self.rank_statistics: dict[int, RankStatistics] = {}
-        self.group: GroupState | None = None  # of CPU ranks of one node
+        self.group: GroupState | None = None  # where ranks outlive the loss of others
         self.orders = RankOrders(ranks)
         self.kv_events = KvEvents(ranks)
         self.phases = RecoveryPhases(observer, clock)
@@ -78,7 +80,7 @@ class Delivery:
         self._clock = clock
         self._pace = pace
         self._ranks_per_node = ranks_per_node
-        self._recovers = recovers
+        self._recovers, self._warm = recovers, warm
         self._awaited: dict[int, list[int]] = {}  # by rank: requests that it goes on with after a loss
 
     def on_tokens(self, rank: int, events: Sequence[TokenEvent]) -> None:
@@ -145,8 +147,37 @@ class Delivery:
 
     def on_group(self, state: GroupState) -> None:
         """Another generation serves."""
-        self.group = state
+        first, self.group = self.group is None, state
         self._observer.on_group(len(state.live), state.lacking_bytes)
+        if first:
+            self.orders.live = self.kv_events.live = state.live
+        elif not self.down:  # as planned; else replaced() follows
+            self._serving(state.live)
+            self._warm(state.ready)
+
+    def _serving(self, live: Sequence[int]) -> None:
+        for rank in set(self.orders.live) - set(live):
+            self._observer.on_rank_out(rank)
+        self.orders.live = self.kv_events.live = live
+
+    def on_left(self, rank: int) -> None:
+        """A rank takes part no more: its requests continue at others, after their last token."""
+        for active in self._requests.releasing():
+            if active.rank == rank:
+                self._free(active)
+        self._requests.ranks[rank].admitted = 0
+        left = [active for active in self._requests if active.rank == rank and active.submitted]
+        for active in sorted(left, key=lambda active: active.request.number):
+            if active.rank == rank and self.group is not None:  # else moved with another one of its call
+                self._give(active, self.group.ready)
+            self._ranks.submit(active.rank, active.continued())
+        log.info("rank %d left: its %d requests continue at other ranks", rank, len(left))
+
+    def _give(self, active: ActiveRequest, ready: Sequence[RankReady]) -> None:
+        """A request and the others of its call get one of these ranks."""
+        request, loads = replace(active.request, dp_rank=None), self._requests.loads(ready)
+        to = choose_rank(loads, request, self._ranks.num_ranks)
+        self._requests.move(self._requests.call_of(active), to)
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
         """Pauses the streams until resume(), or ends them with UNAVAILABLE; the ranks get no commands."""
@@ -186,23 +217,16 @@ class Delivery:
         return found
 
     def replaced(self, restarted: Restarted, max_context: int) -> None:
-        """Live ranks are new processes, but for those kept, which go on with the requests of awaited().
-
-        max_context: longest prompt and output that they have room for.
-        """
-        kept, live = restarted.kept, [ready.rank for ready in restarted.ready]
-        self.orders.live = self.kv_events.live = live
+        """Live ranks are new processes, but for those kept. max_context: as they have room for, tokens."""
+        self._serving([ready.rank for ready in restarted.ready])
         for active in self._requests:
-            active.submitted = active.submitted and active.rank in kept
+            active.submitted = active.submitted and active.rank in restarted.kept
         for rank, count in enumerate(self._requests.ranks):
-            if rank not in kept:
+            if rank not in restarted.kept:
                 count.admitted = 0
                 self._awaited.pop(rank, None)
-            if rank not in live:
-                self._observer.on_rank_out(rank)
         self._move(restarted.ready, max_context)
-        new = [ready.load_seconds for ready in restarted.ready if ready.rank not in kept]
-        self.phases.served(max(new, default=0.0))
+        self.phases.served(restarted.load_seconds)
 
     def _move(self, ready: Sequence[RankReady], max_context: int) -> None:
         """Gives requests of absent ranks to live ones, oldest first; ends those that no longer fit."""
@@ -213,9 +237,7 @@ class Delivery:
                 why = f"the ranks that are left have room for {max_context} tokens, it may need {length}"
                 self.fail(active, Event.FAIL, RankLost(f"{self.lost_message}; {why}"), at_rank=False)
             elif active.rank not in live:
-                request, loads = replace(active.request, dp_rank=None), self._requests.loads(ready)
-                rank = choose_rank(loads, request, self._ranks.num_ranks)
-                self._requests.move(self._requests.call_of(active), rank)
+                self._give(active, ready)
 
     def resume(self) -> int:
         """Gives every open request that no rank has to its rank, oldest first. Returns: how many.

@@ -10,16 +10,16 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
-from ep_server.engine.active_request import ActiveRequest, Submission
+from ep_server.engine.active_request import ActiveRequest, Submission, asked_by
 from ep_server.engine.admission import MOST_URGENT, Admission, AdmissionLimits, Asked
 from ep_server.engine.balancer import Balancer
 from ep_server.engine.delivery import Delivery
 from ep_server.engine.kv_events import KvSubscription
-from ep_server.engine.observer import EngineObserver, NullObserver, RankQueue
+from ep_server.engine.observer import EngineObserver, NullObserver, RankQueue, counting_refusals
 from ep_server.engine.profiles import Profiles
 from ep_server.engine.recovery import Recovery
 from ep_server.engine.request_table import RequestTable
@@ -38,8 +38,8 @@ from ep_server.errors import (
     Unavailable,
 )
 from ep_server.orders import FlushCache, ReleaseKv
-from ep_server.ranks.protocol import Ranks
-from ep_server.records import RankReady, RankStatistics, Request
+from ep_server.ranks.protocol import GroupState, Ranks
+from ep_server.records import RankReady, Request
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.placement import choose_rank
 
@@ -47,7 +47,12 @@ __all__ = ["Engine", "EngineObserver", "EngineSettings", "EngineState", "EngineS
 
 
 class Engine:
-    """The server process's end of a group of ranks."""
+    """The server process's end of a group of ranks.
+
+    lost: set once a rank is lost and not replaced; `lost_message` then says which and why.
+    rank_statistics: the newest measurements of each rank that reported any.
+    ready: what the live ranks reported when they were ready, in rank order.
+    """
 
     def __init__(
         self,
@@ -61,7 +66,6 @@ class Engine:
         self.settings = settings
         self.max_context = settings.max_context
         self.num_ranks = ranks.num_ranks
-        self.ready: list[RankReady] = []
         self._state = EngineState.STARTING
         self._ranks = ranks
         self._observer: EngineObserver = observer or NullObserver()
@@ -73,8 +77,17 @@ class Engine:
         self._requests = RequestTable(ranks.num_ranks)
         per_node = settings.ranks_per_node or ranks.num_ranks
         self._delivery = Delivery(
-            ranks, self._requests, self._observer, clock, self._admission.pace, per_node, self._recovers
+            ranks,
+            self._requests,
+            self._observer,
+            clock,
+            self._admission.pace,
+            per_node,
+            self._recovers,
+            self._warm,
         )
+        self.lost, self.rank_statistics = self._delivery.lost, self._delivery.rank_statistics
+        self.ready: list[RankReady] = []
         self._recovery = Recovery(self._delivery, settings, self._restart, self._observer, clock)
         self._weights = Weights(
             self._delivery.orders, settings.checkpoint, ranks.use_weights, settings.max_pause
@@ -101,19 +114,14 @@ class Engine:
         return EngineState.RECOVERING if recovering else self._state
 
     @property
-    def lost(self) -> asyncio.Event:
-        """Set once a rank is lost and not replaced; `lost_message` then says which and why."""
-        return self._delivery.lost
+    def group(self) -> GroupState | None:
+        """Which ranks serve, where ranks outlive the loss of others."""
+        return self._delivery.group
 
     @property
     def lost_message(self) -> str:
         """Which rank was lost, and why."""
         return self._delivery.lost_message
-
-    @property
-    def rank_statistics(self) -> dict[int, RankStatistics]:
-        """The newest measurements of each rank that reported any."""
-        return self._delivery.rank_statistics
 
     async def start(self, progress: Callable[[int, str, int, int], None]) -> None:
         """Starts the ranks; accepts requests once it returns. Raises: StartupError."""
@@ -166,7 +174,7 @@ class Engine:
         Raises: Unavailable, Draining, RankLost, DuplicateRequest, ContextLengthExceeded, DeadlineExceeded,
             InvalidArgument, QueueFull. Nothing is left behind then.
         """
-        asked = _asked(sequences)
+        asked = asked_by(sequences)
         self._check_now(asked)
         self._check_request(sequences[0].request)
         self._make_room(asked)
@@ -190,18 +198,9 @@ class Engine:
         """Running and queued requests of each rank, now. From any thread."""
         return [count.queue for count in self._requests.ranks]
 
-    @contextmanager
-    def counting_refusals(self) -> Iterator[None]:
+    def counting_refusals(self) -> AbstractContextManager[None]:
         """Reports an error raised inside to the observer: a request that no rank will see."""
-        try:
-            yield
-        except EpServerError as error:
-            self._observer.on_refused(error.status)
-            raise
-        except (asyncio.CancelledError, Exception) as error:
-            cancelled = isinstance(error, asyncio.CancelledError)
-            self._observer.on_refused((RequestCancelled if cancelled else InternalError).status)
-            raise
+        return counting_refusals(self._observer)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with CANCELLED; False if it neither runs nor is being read."""
@@ -244,6 +243,11 @@ class Engine:
         """
         self._check_serving()
         return await self._weights.update(path, check)
+
+    async def scale(self, ranks: int, hold_out: Sequence[int]) -> float:
+        """As Ranks.scale(). No stream ends. Raises: Unavailable, Draining too."""
+        self._check_serving()
+        return await self._ranks.scale(ranks, frozenset(hold_out))
 
     def subscribe_kv_events(self, start: int = 0) -> KvSubscription:
         """Changes of all ranks' prefix caches; the content first, unless `start` can be resumed from.
@@ -392,9 +396,3 @@ class Engine:
         if self._open_streams == 0:
             self._no_streams.set()
         self._delivery.reader_left(active, error)
-
-
-def _asked(sequences: Sequence[Submission]) -> Asked:
-    request, timeout = sequences[0].request, sequences[0].timeout
-    longest = request.stopping.max_new_tokens
-    return Asked(len(sequences), request.priority, request.dp_rank, longest, timeout)

@@ -5,11 +5,14 @@ Called synchronously in the event loop: an observer must not block. Units: secon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from ep_server.errors import EpServerError, InternalError, RequestCancelled
 from ep_server.records import LossCause, RankReady, RankStatistics
 
 
@@ -190,3 +193,19 @@ class NullObserver:
 
     def on_load(self, running: int, waiting: int, unread: int) -> None:
         """Ignored."""
+
+
+@contextmanager
+def counting_refusals(observer: EngineObserver) -> Iterator[None]:
+    """Reports an error raised inside: a request that no rank will see."""
+    try:
+        yield
+    except EpServerError as error:
+        observer.on_refused(error.status)
+        raise
+    except asyncio.CancelledError:
+        observer.on_refused(RequestCancelled.status)
+        raise
+    except Exception:
+        observer.on_refused(InternalError.status)
+        raise

@@ -17,8 +17,9 @@ from ep_server.ranks.protocol import Ranks
 
 @dataclass(slots=True)
 class _Open:
-    """An order that some ranks have not answered. done: by rank."""
+    """An order that some ranks have not answered. asked: ranks. done: by rank."""
 
+    asked: frozenset[int]
     answered: asyncio.Future[None]
     done: dict[int, OrderDone] = field(default_factory=dict)
 
@@ -44,13 +45,13 @@ class RankOrders:
         """
         self.check()
         number = next(self._numbers)
-        waiting = self._open[number] = _Open(asyncio.get_running_loop().create_future())
+        waiting = self._open[number] = _Open(frozenset(self.live), asyncio.get_running_loop().create_future())
         try:
             self._ranks.order(order, number)
             async with asyncio.timeout(seconds):
                 await waiting.answered
         except TimeoutError:
-            silent = [rank for rank in sorted(self.live) if rank not in waiting.done]
+            silent = sorted(waiting.asked - set(waiting.done))
             raise DeadlineExceeded(f"{what}: ranks {silent} did not answer within {seconds:g} s") from None
         finally:
             del self._open[number]
@@ -66,7 +67,7 @@ class RankOrders:
         if waiting is None:
             return
         waiting.done[rank] = done
-        if len(waiting.done) == len(self.live) and not waiting.answered.done():
+        if waiting.asked <= set(waiting.done) and not waiting.answered.done():
             waiting.answered.set_result(None)
 
     def end(self, error: EpServerError) -> None:

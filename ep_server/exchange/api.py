@@ -173,9 +173,10 @@ class Membership(Protocol):
         """Stops communicating with these ranks, also in a wait of another thread. Local to this rank."""
         ...
 
-    def reset(self, dead: Iterable[int] = ()) -> None:
+    def reset(self, dead: Iterable[int] = (), generation: int = 0) -> None:
         """Starts a new generation: no abort, no operation in flight, no mask except `dead`. Collective.
 
+        generation: its number, if some ranks missed earlier ones or failed to form them; 0 = the next.
         All ranks outside `dead` call it with the same `dead`. Pending operations and views are dropped.
         """
         ...

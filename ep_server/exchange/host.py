@@ -95,12 +95,12 @@ class HostGroup:
         """See Membership."""
         self.native.mask(rank_bits(self.spec, ranks))
 
-    def reset(self, dead: Iterable[int] = ()) -> None:
+    def reset(self, dead: Iterable[int] = (), generation: int = 0) -> None:
         """See Membership.
 
         Raises: PeerTimeout("reset", ...), without an abort: call again once the rank is there.
         """
-        self.native.reset(rank_bits(self.spec, dead))
+        self.native.reset(rank_bits(self.spec, dead), generation)
 
     def abort(self) -> None:
         """Ends every wait of the group with GroupAborted until reset(). Any thread may call it."""

@@ -47,13 +47,14 @@ def _created(spec: ExchangeSpec, needed: int, what: str, create: Callable[[], in
         raise StartupError(f"the exchange segment of {needed} bytes cannot be created: {error}") from error
 
 
-def report_lost(segment: int, rank: int) -> None:
+def report_lost(segment: int, rank: int, generation: int) -> None:
     """Ends every wait of the group: its ranks raise PeerLost until they reset it. From any process.
 
     Args:
         segment: descriptor of create_segment(). rank: its process has ended.
+        generation: in force, or the one that forms.
     """
-    _C.Segment(segment).abort_without(rank)
+    _C.Segment(segment).abort_without(rank, generation)
 
 
 def available_memory() -> int:

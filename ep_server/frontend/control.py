@@ -105,6 +105,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
         """Version, state and limits."""
         engine, scheduler = self._engine, self._config.scheduler
+        group = engine.group
         return control_pb2.GetServerInfoResponse(
             version=ep_server.__version__,
             api_version=control_pb2.DESCRIPTOR.package,
@@ -123,6 +124,9 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             pid_space=pid_space(),
             nodes=self._config.cluster.nodes,
             live_nodes=live_nodes(engine.ready, self._config.parallel.ranks),
+            live_ranks=[] if group is None else group.live,
+            ranks_out={} if group is None else group.out,
+            rank_loss_lacking_bytes=0 if group is None else group.lacking_bytes,
             rank_info=[
                 control_pb2.RankInfo(
                     rank=ready.rank,
@@ -230,6 +234,12 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             pause_bound_seconds=done.bound,
             bytes=done.nbytes,
         )
+
+    async def Scale(self, request: Any, context: Any) -> Any:
+        """Changes which ranks serve. Raises: as the engine."""
+        pause = await self._engine.scale(request.ranks, request.hold_out)
+        group = self._engine.group
+        return control_pb2.ScaleResponse(live=[] if group is None else group.live, pause_seconds=pause)
 
     def _check_weights(self, path: str) -> None:
         """In another thread."""

@@ -111,6 +111,7 @@ def build_rank(
     if placement is not None:
         experts = RankExperts(params, built.runner, partial(load_experts, model))
         experts.use(placement, live)
+        experts.waits = start.joins
     limits = _limits(config, model, built, device.ahead)
     if device.warms_alone or not start.joins:
         progress("warm-up", 0, 1)

@@ -32,7 +32,12 @@ class Prepared:
 
 
 class Change(Protocol):
-    """Something of one rank that changes while it serves."""
+    """Something of one rank that changes while it serves.
+
+    outlives_loss: what is offered is applied although a rank was lost before the vote switched.
+    """
+
+    outlives_loss: bool
 
     def prepare(self) -> Prepared:
         """Makes ready all it needs; may take long. In another thread, while steps run.
@@ -138,9 +143,10 @@ class Changes:
         made = self._making
         if made is None:
             return
-        if self._switch is not None:
+        if self._switch is not None and made.change.outlives_loss:
             self.apply(made.number, self._clock())
         else:
+            self._switch = None
             self.drop(made.number)
 
     def apply(self, number: int, since: int) -> OrderDone:

@@ -16,6 +16,7 @@ from ep_server.backends.assembly import LoadParams
 from ep_server.errors import InternalError, Unavailable
 from ep_server.models.experts import SlotMove
 from ep_server.models.slots import Routes
+from ep_server.orders import PrepareGeneration
 from ep_server.ranks.changes import Change, Prepared
 from ep_server.ranks.parts import AnyRunner
 from ep_server.records import EMPTY, WAYS
@@ -32,12 +33,14 @@ class RankExperts:
     """The slots of one rank. Used in the thread of its loop; change().prepare() in another one.
 
     params: how this rank's weights are loaded now. placement: in force. live: ranks that take part.
+    waits: to take part; no slot is in use.
     """
 
     def __init__(self, params: LoadParams, runner: AnyRunner, load: Load) -> None:
         """load: reads experts into slots, with the given parameters. use() follows."""
         self.placement: Placement | None = None
         self.live: frozenset[int] = frozenset()
+        self.waits = False
         self._params, self._runner, self._load = params, runner, load
         self._held = [list(layer) for layer in params.held or ()]  # really, spare copies too
         self._loading = threading.Lock()
@@ -66,7 +69,7 @@ class RankExperts:
         with self._loading:
             self._hurry.clear()
             moves = self._moves(target)
-            if not idle:
+            if not idle and not self.waits:
                 self._check_free(moves)
             for first in range(0, len(moves), AT_ONCE):
                 if self._hurry.is_set():
@@ -81,7 +84,11 @@ class RankExperts:
 
     def change(self, target: Placement) -> Change:
         """A change to another placement on the same ranks."""
-        return _NewPlacement(self, target)
+        return _NewPlacement(self, target, None)
+
+    def generation(self, order: PrepareGeneration, enter: Callable[[], None]) -> Change:
+        """A change to other live ranks. enter: regroups this rank with them."""
+        return _NewPlacement(self, order.placement, enter)
 
     def rows(self) -> tuple[int, ...]:
         """Rows received by layer and by expert, end to end."""
@@ -111,10 +118,11 @@ class RankExperts:
 
 
 class _NewPlacement:
-    """See Change."""
+    """See Change. enter: the change is one of generations."""
 
-    def __init__(self, experts: RankExperts, target: Placement) -> None:
-        self._experts, self._target = experts, target
+    def __init__(self, experts: RankExperts, target: Placement, enter: Callable[[], None] | None) -> None:
+        self._experts, self._target, self._enter = experts, target, enter
+        self.outlives_loss = enter is None  # else the regroup after the loss says who is live
 
     def prepare(self) -> Prepared:
         """Reads what is missing. Raises: as RankExperts.load(); InternalError for other slots."""
@@ -132,7 +140,10 @@ class _NewPlacement:
 
     def apply(self) -> None:
         """Tokens take the new routes."""
-        self._experts.use(self._target, self._experts.live)
+        if self._enter is None:
+            self._experts.use(self._target, self._experts.live)
+        else:
+            self._enter()
 
 
 def routes_of(placement: Placement, rank: int, live: Collection[int]) -> Routes:

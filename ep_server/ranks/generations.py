@@ -1,29 +1,398 @@
-"""Generations of a group of ranks: which take part, and what a regroup of them has reached."""
+"""Generations of a group of ranks: what follows a loss, and how ranks join and leave while the others serve.
+
+A generation is a set of live ranks and a placement of experts. After a loss the others are regrouped at once:
+they drop the steps in flight. A planned change is prepared while they serve, and they switch by vote.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import asyncio
+import itertools
+import logging
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 
-from ep_server.ranks.group import GroupPlan
-from ep_server.ranks.protocol import GroupState
+from ep_server.errors import EpServerError, StartupError, Unavailable
+from ep_server.orders import DropChange, OrderDone, PrepareGeneration, RankOrder, SwitchChange
+from ep_server.ranks.board import Board, Timing
+from ep_server.ranks.hosts import Replacing, ended
+from ep_server.ranks.messages import placement_message
+from ep_server.ranks.order_messages import order_message
+from ep_server.ranks.process import RankCallbacks
+from ep_server.ranks.protocol import GroupState, RankListener, Restarted
+from ep_server.ranks.signs import LossCount, Sign, loss_cause, lost_ranks
+from ep_server.scheduler.placement import Placement
+from ep_server.scheduler.regroup import next_placement
+from ep_server.v1 import rank_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+OWN_NUMBERS = 1 << 48  # orders and changes from here on are ours, those below are the engine's
+PREPARE_SECONDS, SWITCH_SECONDS, AGAIN_SECONDS = 600.0, 60.0, 1.0
 
 
-@dataclass(slots=True)
-class Regrouping:
-    """One regroup of a group.
+class Generations:
+    """live: ranks that serve. placement: of experts, None where they stay. out: ranks that stay out, why."""
 
-    leaving: lost ranks whose processes have not ended. replaced: processes. done: ranks that have regrouped.
-    over: it has succeeded.
-    """
+    def __init__(
+        self,
+        board: Board,
+        replacing: Replacing,
+        callbacks: RankCallbacks,
+        listener: RankListener,
+        timing: Timing,
+        rank_losses: int,
+    ) -> None:
+        """rank_losses: of one rank within ten minutes, after which it stays out; 0 = it always returns."""
+        self._board, self._replacing, self._callbacks = board, replacing, callbacks
+        self._listener, self._timing, self._losses = listener, timing, LossCount(rank_losses)
+        self.live = frozenset(board.processes)
+        self.placement = replacing.plan.placement
+        self.generation = 0
+        self.wanted = self.live
+        self.out: dict[int, str] = {}
+        self.held: frozenset[int] = frozenset()  # out, as an operator wants
+        self.over = True  # no regroup after a loss runs
+        self._ending: set[int] = set()  # their processes are expected to end
+        self._joining: set[int] = set()  # processes that load
+        self._stale: set[int] = set()  # of these, killed by us
+        self._regrouped: dict[int, float] = {}  # rank: seconds for which it read experts
+        self._counted: set[int] = set()
+        self._answers: dict[int, dict[int, OrderDone]] = {}  # by order, by rank
+        self._numbers = itertools.count(OWN_NUMBERS)
+        self._changing = asyncio.Lock()
+        self._returning: asyncio.Task[None] | None = None
+        self._offered: dict[int, Placement] = {}  # by change of the engine's
+        self.report()
 
-    generation: int
-    leaving: set[int] = field(default_factory=set)
-    replaced: int = 0
-    done: set[int] = field(default_factory=set)
-    over: bool = False
+    def report(self) -> None:
+        """Tells the engine what serves."""
+        spares, live = self._replacing.plan.spares, tuple(sorted(self.live))
+        ready = tuple(self._board.ready[rank] for rank in live if rank in self._board.ready)
+        lacking = spares.lacking_bytes(len(live))
+        state = GroupState(self.generation, live, lacking, self.placement, ready, dict(self.out))
+        self._listener.on_group(state)
 
+    def takes(self, sign: Sign) -> bool:
+        """Handles the sign of a process that the others do not wait for; False for one of a live rank."""
+        if sign.rank in self._ending:
+            return True
+        if sign.rank not in self._joining:
+            return sign.rank not in self.live
+        self._joining.discard(sign.rank)
+        if sign.rank in self._stale:
+            self._stale.discard(sign.rank)
+            return True
+        log.warning("rank %d was lost before it joined: %s", sign.rank, sign.error)
+        self.count([sign], {sign.rank})
+        self.report()
+        return True
 
-def group_state(generation: int, live: Sequence[int], plan: GroupPlan) -> GroupState:
-    """What the engine gets to know of a generation."""
-    return GroupState(generation, tuple(live), plan.spares.lacking_bytes(len(live)), plan.placement)
+    def on_regrouped(self, rank: int, message: pb.Regrouped) -> None:
+        """A rank takes part in the generation."""
+        if message.generation == self.generation:
+            self._regrouped[rank] = message.load_seconds
+
+    def on_order_done(self, rank: int, done: OrderDone) -> bool:
+        """Keeps the answer to an order of ours; False for one of the engine's."""
+        if done.number in self._answers:
+            self._answers[done.number][rank] = done
+        return done.number >= OWN_NUMBERS
+
+    def weights_changed(self) -> None:
+        """Processes that load read the old weights: others take their place."""
+        self._stale |= self._joining
+        for rank in self._joining:
+            self._board.processes[rank].signal(signal.SIGKILL)
+
+    def prepares(self, change: int, placement: Placement) -> None:
+        """The engine has ordered another placement on the same ranks."""
+        self._offered = {change: placement}
+
+    def switches(self, change: int) -> None:
+        """The engine has decided: ranks apply it, also after a loss."""
+        self.placement = self._offered.pop(change, self.placement)
+
+    async def restart(self, awaited: Callable[[int], Collection[int]]) -> Restarted:
+        """As Ranks.restart: goes on without the lost ranks, or with new processes in their place.
+
+        Raises: StartupError; the group must end then.
+        """
+        self.over, board = False, self._board
+        dead: set[int] = set()
+        new: set[int] = set()
+        for _ in range(2 * len(self.live) + 2):
+            signs = [*board.signs]
+            board.signs.clear()
+            fresh = lost_ranks(signs) & self.live
+            self.count(signs, fresh)
+            left_over = set(board.processes) - self._joining - (self.live - dead)
+            await self._end(fresh | left_over)
+            for rank in fresh:
+                self._replacing.report_lost(rank, self.generation)
+            dead |= fresh
+            new -= fresh
+            live, placement = self._without(dead)
+            if dead & live:
+                await self._start(dead)
+                await self._until_ready(dead, "one is replaced")
+                if board.signs or not dead <= self._joining:
+                    continue
+                self._joining -= dead
+                new |= dead
+                dead = set()
+            self.generation += 1
+            self._regrouped.clear()
+            for rank in live:
+                self._regroup(rank, live, placement, [] if rank in new else awaited(rank))
+            await board.until(
+                lambda: set(self._regrouped) >= live or bool(board.signs),  # noqa: B023
+                self._timing.answer,
+                "they regroup",
+            )
+            if not board.signs:
+                return self._recovered(live, placement, new)
+        raise StartupError("too many ranks are lost")
+
+    def _recovered(self, live: frozenset[int], placement: Placement | None, new: set[int]) -> Restarted:
+        gone = self.live - live
+        self.live, self.placement, self.over = live, placement, True
+        self._counted -= live
+        if gone:
+            log.warning("ranks %s serve without ranks %s", sorted(live), sorted(gone))
+        self.report()
+        self._bring_back()
+        seconds = max(self._regrouped.values(), default=0.0)
+        return Restarted([*self._board.ready.values()], live - new, seconds)
+
+    def _without(self, dead: Collection[int]) -> tuple[frozenset[int], Placement | None]:
+        """The live ranks and placement of the next generation: all of now, if the others cannot go on."""
+        others = self.live - set(dead)
+        if others and self.placement is not None and dead:
+            placement = next_placement(self.placement, others)
+            if placement is not None:
+                return others, placement
+        if not others:
+            raise StartupError("all ranks are lost")
+        return self.live, self.placement
+
+    def _regroup(
+        self, rank: int, live: Iterable[int], placement: Placement | None, kept: Iterable[int]
+    ) -> None:
+        order = pb.Regroup(
+            generation=self.generation,
+            work_number=self._board.work_number,
+            kept=kept,
+            live=sorted(live),
+            placement=None if placement is None else placement_message(placement),
+        )
+        self._send(rank, pb.ToRank(regroup=order))
+
+    async def _end(self, ranks: Collection[int]) -> None:
+        """Ends processes and reads their channels to the end."""
+        old = [self._board.processes[rank] for rank in sorted(ranks) if rank in self._board.processes]
+        self._ending |= set(ranks)
+        for process in old:
+            process.signal(signal.SIGKILL)
+        closed = self._board.closed
+        await self._board.until(
+            lambda: all(process.exited.is_set() and process.rank in closed for process in old),
+            self._timing.kill,
+            "the process of a lost one ends",
+        )
+        for process in old:
+            process.close()
+            self._board.processes.pop(process.rank, None)
+            self._board.ready.pop(process.rank, None)
+        for ranks_with in (self._ending, self._joining, closed):
+            ranks_with.difference_update(ranks)
+
+    async def _start(self, ranks: Collection[int]) -> None:
+        """Starts processes that load, and take part from a Regroup on. Raises: OSError."""
+        for rank in sorted(ranks):
+            self._joining.add(rank)
+            loads = self.placement
+            live = self.live | set(ranks)
+            if rank not in self.live and loads is not None:
+                loads = next_placement(loads, live, spread=True) or loads
+            made = await self._replacing.replace(rank, self._callbacks, sorted(live), loads)
+            self._board.processes[rank] = made
+
+    def count(self, signs: Sequence[Sign], lost: Collection[int]) -> None:
+        """Reports each lost rank once."""
+        for rank in sorted(set(lost) - self._counted):
+            self._counted.add(rank)
+            self._listener.on_rank_lost(rank, loss_cause(signs, rank))
+            if often := self._losses.too_often(rank):
+                self.out[rank] = often
+
+    def _bring_back(self) -> None:
+        """Starts to bring back the ranks that are wanted and absent, and the processes on standby."""
+        if self._returning is None or self._returning.done():
+            self._returning = asyncio.get_running_loop().create_task(self._return())
+
+    async def _return(self) -> None:
+        while absent := self.wanted - self.live - set(self.out):
+            rank = min(absent)
+            try:
+                await self.join([rank])
+            except (EpServerError, OSError) as error:
+                log.warning("rank %d does not join yet: %s", rank, error)
+                await asyncio.sleep(AGAIN_SECONDS)
+        for rank in sorted(set(self.out) - self.live - self.held):
+            log.error("rank %d stays out: %s; look at the host", rank, self.out[rank])
+        await self._replacing.prepare()
+
+    async def join(self, ranks: Collection[int]) -> float:
+        """Starts processes and has them take part once they are ready. Raises: StartupError, Unavailable.
+
+        Returns: as change().
+        """
+        await self._until_over()
+        stale = [r for r in ranks if r in self._board.processes and r not in self._joining | self.live]
+        await self._end(stale)
+        begun = [rank for rank in ranks if rank not in self._board.processes]
+        self._counted -= set(begun)
+        await self._start(begun)
+        await self._until_ready(ranks, "one starts", alone=True)
+        lost = sorted(set(ranks) - self._joining - self.live)
+        if lost:
+            raise Unavailable(f"ranks {lost} were lost while they started")
+        return await self.change(self.live | set(ranks))
+
+    async def change(self, live: Collection[int]) -> float:
+        """Has the ranks switch to others by vote. Processes of new ones are ready.
+
+        Returns: the longest pause of a rank.
+        Raises: Unavailable if a rank refuses or is lost, or for too few slots; the ranks stay then.
+        """
+        async with self._changing:
+            await self._until_over()
+            before, target = self.live, frozenset(live)
+            if target == before:
+                return 0.0
+            placement = self.placement and next_placement(self.placement, target, spread=True)
+            if placement is None:
+                raise Unavailable(f"{len(target)} ranks have too few expert slots (resilience.spare_slots)")
+            change = next(self._numbers)
+            order = PrepareGeneration(change, self.generation + 1, tuple(sorted(target)), placement)
+            try:
+                await self._ask(before | target, order, PREPARE_SECONDS)
+                if not self.over or self.live != before or self._board.signs:
+                    raise Unavailable("a rank was lost meanwhile")
+            except EpServerError:
+                with suppress(EpServerError):
+                    await self._ask((before | target) & set(self._board.processes), DropChange(change), 1.0)
+                raise
+            return await self._switch(change, before, target, placement)
+
+    async def _switch(
+        self, change: int, before: frozenset[int], target: frozenset[int], placement: Placement
+    ) -> float:
+        """From here on the change stands: after a loss the ranks of `target` are regrouped."""
+        began = time.monotonic()
+        self.generation += 1
+        self.live, self.placement = target, placement
+        self._joining -= target
+        self._regrouped.clear()
+        self.report()
+        self._board.work_number += 1
+        for rank in target - before:
+            self._regroup(rank, target, placement, [])
+            if self._board.watching:
+                self._send(rank, pb.ToRank(watch_cache=pb.WatchCache(on=True)))
+        number = self._order(before, SwitchChange(change), self._board.work_number)
+        answers = self._answers[number]
+        try:
+            await self._board.until(
+                lambda: (
+                    (set(answers) >= before and set(self._regrouped) >= target - before)
+                    or bool(self._board.signs)
+                    or not self.over
+                ),
+                SWITCH_SECONDS,
+                "they switch",
+            )
+        finally:
+            del self._answers[number]
+        if self._board.signs or not self.over:
+            raise Unavailable("a rank was lost while the ranks switched")
+        pause = max((done.seconds for done in answers.values()), default=0.0)
+        log.info(
+            "generation %d: ranks %s serve; they paused %.1f ms, switched within %.1f ms",
+            self.generation,
+            sorted(target),
+            pause * 1000,
+            (time.monotonic() - began) * 1000,
+        )
+        for rank in before - target:
+            self._listener.on_left(rank)
+        await self._leave(before - target)
+        return pause
+
+    async def _leave(self, ranks: Collection[int]) -> None:
+        """Ends the processes of ranks that no longer take part."""
+        processes = [self._board.processes[rank] for rank in ranks if rank in self._board.processes]
+        self._ending |= set(ranks)
+        for process in processes:
+            self._send(process.rank, pb.ToRank(shutdown=pb.Shutdown()))
+        await ended(processes, self._timing.grace)
+        await self._end(ranks)
+
+    async def _until_ready(self, ranks: Collection[int], what: str, *, alone: bool = False) -> None:
+        """Or until one of them is lost; unless `alone`, any one of the group."""
+        ready, wanted = self._board.ready, set(ranks)
+        await self._board.until(
+            lambda: (
+                all(rank in ready for rank in wanted)
+                or not wanted <= self._joining | (self.live if alone else set())
+                or (bool(self._board.signs) and not alone)
+            ),
+            self._timing.start_stall,
+            what,
+        )
+
+    async def _until_over(self) -> None:
+        while not self.over or self._board.signs:
+            await asyncio.sleep(0.02)
+
+    async def _ask(self, ranks: Collection[int], order: RankOrder, seconds: float) -> None:
+        """Has ranks carry out an order. Raises: Unavailable."""
+        number = self._order(ranks, order)
+        answers = self._answers[number]
+        try:
+            await self._board.until(
+                lambda: (
+                    set(answers) >= set(ranks)
+                    or bool(self._board.signs)
+                    or not self.over
+                    or not set(ranks) <= self.live | self._joining
+                ),
+                seconds,
+                "they prepare another generation",
+            )
+        finally:
+            del self._answers[number]
+        if not set(answers) >= set(ranks):
+            raise Unavailable("a rank was lost meanwhile")
+        if refused := [f"rank {rank}: {done.error}" for rank, done in sorted(answers.items()) if done.error]:
+            raise Unavailable("; ".join(refused))
+
+    def _order(self, ranks: Collection[int], order: RankOrder, work_number: int = 0) -> int:
+        number = next(self._numbers)
+        self._answers[number] = {}
+        for rank in sorted(ranks):
+            self._send(rank, order_message(order, number, work_number))
+        return number
+
+    def _send(self, rank: int, message: pb.ToRank) -> None:
+        if rank in self._board.processes:
+            self._board.processes[rank].send(message.SerializeToString())
+
+    async def stop(self) -> None:
+        """Begins nothing more."""
+        if self._returning is not None:
+            self._returning.cancel()
+            await asyncio.wait((self._returning,))

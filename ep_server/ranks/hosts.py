@@ -30,6 +30,7 @@ from ep_server.ranks.messages import placement_message
 from ep_server.ranks.process import NO_CALLBACKS, STANDBY, RankCallbacks, RankProcess
 from ep_server.ranks.slots import num_ranks, with_spares
 from ep_server.ranks.standby import StandbyPool
+from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -108,12 +109,17 @@ class Replacing(Protocol):
         """Starts as many processes on standby as are wanted."""
         ...
 
-    async def replace(self, rank: int, callbacks: RankCallbacks) -> Rank:
-        """Its process has ended. The new one takes part from the next Regroup on. Raises: OSError."""
+    async def replace(
+        self, rank: int, callbacks: RankCallbacks, live: Sequence[int], placement: Placement | None
+    ) -> Rank:
+        """Starts a rank without a process. It takes part from a Regroup on. Raises: OSError.
+
+        live, placement: that it will probably have then: it loads accordingly.
+        """
         ...
 
-    def report_lost(self, rank: int) -> None:
-        """Ends what the other ranks wait for. The process of `rank` has ended."""
+    def report_lost(self, rank: int, generation: int) -> None:
+        """Ends what the other ranks wait for in a generation. The process of `rank` has ended."""
         ...
 
     async def close(self) -> None:
@@ -190,7 +196,9 @@ class OneHost:
         except OSError as error:
             log.warning("no process can be kept on standby: %s", error)
 
-    async def replace(self, rank: int, callbacks: RankCallbacks) -> Rank:
+    async def replace(
+        self, rank: int, callbacks: RankCallbacks, live: Sequence[int], placement: Placement | None
+    ) -> Rank:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
         process = next((one for one in self._standby if not one.exited.is_set()), None)
@@ -199,14 +207,15 @@ class OneHost:
         else:
             self._standby.remove(process)
         process.become(rank, callbacks)
-        start = _start(self._local, rank, self._shared, joins=True)
+        start = _start(self._local, rank, self._shared, live, placement)
+        start.joins = True
         process.send(pb.ToRank(start=start).SerializeToString())
         return process
 
-    def report_lost(self, rank: int) -> None:
+    def report_lost(self, rank: int, generation: int) -> None:
         """As Replacing.report_lost."""
         if self._shared is not None:
-            report_lost(self._shared.segment, rank)
+            report_lost(self._shared.segment, rank, generation)
 
     async def close(self) -> None:
         """As Replacing.close."""
@@ -279,7 +288,7 @@ async def _spawn_all(
         else:
             process = waiting.become(rank, callbacks, shared.descriptors)
         started(process)
-        start = _start(local, process.rank, shared, joins=False)
+        start = _start(local, process.rank, shared, range(num_ranks(local.config)), local.plan.placement)
         if waiting is not None:
             start.handover = waiting.inside
         process.send(pb.ToRank(start=start).SerializeToString())
@@ -314,11 +323,12 @@ def _share(local: LocalRanks) -> SharedMemory:
     return SharedMemory(share.fd, share.bells)
 
 
-def _start(local: LocalRanks, rank: int, shared: SharedMemory, *, joins: bool) -> pb.Start:
-    placement = local.plan.placement
+def _start(
+    local: LocalRanks, rank: int, shared: SharedMemory, live: Sequence[int], placement: Placement | None
+) -> pb.Start:
     return pb.Start(
         placement=None if placement is None else placement_message(placement),
-        live=range(num_ranks(local.config)),
+        live=live,
         rank=rank,
         num_ranks=local.plan.exchange.num_ranks,
         config_json=json.dumps(local.config.values()),
@@ -327,7 +337,6 @@ def _start(local: LocalRanks, rank: int, shared: SharedMemory, *, joins: bool) -
         threads=local.plan.threads,
         kv_blocks=local.kv_blocks,
         outlives=local.outlive,
-        joins=joins,
         weights_version=local.weights,
     )
 

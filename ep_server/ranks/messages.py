@@ -151,6 +151,12 @@ def _source_of(wire: pb.KvSource) -> KvSource:
     return KvSource(wire.address, wire.local, wire.key, wire.tokens, wire.weights)
 
 
+def failed_message(number: int, message: str, *, by_grammar: bool = False) -> pb.FromRank:
+    """A request that its rank cannot run any further."""
+    failed = pb.RequestFailed(number=number, message=message, by_grammar=by_grammar)
+    return pb.FromRank(request_failed=failed)
+
+
 def placement_message(placement: Placement) -> pb.Placement:
     """Where experts are."""
     layers = zip(placement.experts, placement.serves, strict=True)

@@ -50,6 +50,8 @@ class WeightsInPlace:
 class _NewWeights:
     """See Change."""
 
+    outlives_loss = True
+
     def __init__(self, place: WeightsInPlace, path: str, version: int) -> None:
         self._place, self._path, self._version = place, path, version
         self._old: Sequence[torch.Tensor] = tuple(tensors_of(place.model.weights))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ep_server.errors import WrongState
@@ -13,6 +14,7 @@ from ep_server.orders import (
     FlushCache,
     OrderDone,
     Prepare,
+    PrepareGeneration,
     PreparePlacement,
     PrepareWeights,
     RankOrder,
@@ -22,11 +24,10 @@ from ep_server.orders import (
 )
 from ep_server.ranks.changes import Change, Changes
 from ep_server.ranks.messages import one_line
-from ep_server.scheduler.rank_scheduler import RankScheduler
 
 if TYPE_CHECKING:  # they import torch
+    from ep_server.ranks.build import RankParts
     from ep_server.ranks.experts import RankExperts
-    from ep_server.ranks.profiler import StepProfiler
 
 log = logging.getLogger(__name__)
 
@@ -35,18 +36,12 @@ class OrderDesk:
     """changes: the one that this rank prepares, if any. Used in the thread of the rank's loop."""
 
     def __init__(
-        self,
-        scheduler: RankScheduler,
-        profiler: StepProfiler,
-        new_weights: Callable[[str, int], Change] | None,
-        experts: RankExperts | None = None,
+        self, parts: RankParts, enter: Callable[[PrepareGeneration], None] = lambda order: None
     ) -> None:
-        """new_weights: makes the change to the weights of a path and version; None if they cannot change.
-
-        experts: None if they stay where they are.
-        """
-        self.changes, self._moving = Changes(), experts
-        self._scheduler, self._profiler, self._new_weights = scheduler, profiler, new_weights
+        """enter: regroups the rank."""
+        self.changes, self._moving, self._enter = Changes(), parts.experts, enter
+        self._scheduler, self._profiler = parts.scheduler, parts.profiler
+        self._new_weights = parts.new_weights
 
     def obey(self, order: RankOrder, number: int) -> OrderDone | None:
         """Carries out an order. Returns: the answer; None where `changes` gives it later."""
@@ -57,7 +52,7 @@ class OrderDesk:
             return OrderDone(number, error=one_line(error))
 
     def _carry_out(self, order: RankOrder, number: int) -> OrderDone | None:
-        if isinstance(order, PrepareWeights | PreparePlacement):
+        if isinstance(order, PrepareWeights | PreparePlacement | PrepareGeneration):
             self.changes.prepare(order.change, number, self._change(order))
             return None
         if isinstance(order, SwitchChange):
@@ -83,6 +78,8 @@ class OrderDesk:
     def _change(self, order: Prepare) -> Change:
         if isinstance(order, PreparePlacement):
             return self._experts.change(order.placement)
+        if isinstance(order, PrepareGeneration):
+            return self._experts.generation(order, partial(self._enter, order))
         if self._new_weights is None:
             raise WrongState("ranks on GPUs cannot take new weights; start the server again with them")
         return self._new_weights(order.path, order.version)

@@ -9,6 +9,7 @@ from ep_server.orders import (
     DropChange,
     FlushCache,
     OrderDone,
+    PrepareGeneration,
     PreparePlacement,
     PrepareWeights,
     RankOrder,
@@ -41,6 +42,15 @@ def order_message(order: RankOrder, number: int, work_number: int = 0) -> pb.ToR
     elif isinstance(order, PreparePlacement):
         wire.prepare_placement.change = order.change
         wire.prepare_placement.placement.CopyFrom(placement_message(order.placement))
+    elif isinstance(order, PrepareGeneration):
+        wire.prepare_generation.CopyFrom(
+            pb.PrepareGeneration(
+                change=order.change,
+                generation=order.generation,
+                live=order.live,
+                placement=placement_message(order.placement),
+            )
+        )
     elif isinstance(order, CountExperts):
         wire.count_experts.SetInParent()
     elif isinstance(order, SwitchChange):
@@ -65,6 +75,11 @@ def order_of(wire: pb.Order) -> RankOrder:
     if kind == "prepare_placement":
         given = wire.prepare_placement
         return PreparePlacement(given.change, placement_of(given.placement))
+    if kind == "prepare_generation":
+        asked = wire.prepare_generation
+        return PrepareGeneration(
+            asked.change, asked.generation, tuple(asked.live), placement_of(asked.placement)
+        )
     return _numbered(kind, wire) or _PLAIN[kind]()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ep_server.errors import EpServerError
@@ -26,12 +26,15 @@ class GroupState:
 
     live: ranks that serve. lacking_bytes: memory that they lack together to go on without any one of them;
       0 = any one may be lost now. placement: of experts in slots; None where they stay.
+    ready: of the live ranks. out: ranks that stay out, and why.
     """
 
     generation: int
     live: tuple[int, ...]
     lacking_bytes: int
     placement: Placement | None = None
+    ready: tuple[RankReady, ...] = ()
+    out: dict[int, str] = field(default_factory=dict)
 
 
 class RankListener(Protocol):
@@ -77,6 +80,10 @@ class RankListener(Protocol):
         """Another generation serves, the first one included; of ranks that outlive the loss of others."""
         ...
 
+    def on_left(self, rank: int) -> None:
+        """A rank takes part no more, as planned. It has published all tokens that it will."""
+        ...
+
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
         """The group is unusable until restart() returns.
 
@@ -94,10 +101,18 @@ class Restarted:
     """Ranks after a loss; those that are not ready are absent.
 
     kept: those whose processes went on, with the requests that they had.
+    read_seconds: for which one of these read experts of lost ranks.
     """
 
     ready: list[RankReady]
     kept: frozenset[int] = frozenset()
+    read_seconds: float = 0.0
+
+    @property
+    def load_seconds(self) -> float:
+        """The longest that weights were read."""
+        new = [ready.load_seconds for ready in self.ready if ready.rank not in self.kept]
+        return max([self.read_seconds, *new])
 
 
 class Ranks(Protocol):
@@ -122,6 +137,15 @@ class Ranks(Protocol):
         Args:
             awaited: numbers of the requests that a rank goes on with, if its process does; called at the end.
         Raises: StartupError if they do not start, or if these ranks cannot be started again.
+        """
+        ...
+
+    async def scale(self, count: int, hold_out: frozenset[int]) -> float:
+        """Has so many ranks serve, 0 = as before, but not those held out. Requests of others continue.
+
+        Returns: the longest pause of a rank, seconds.
+        Raises: InvalidArgument for too many ranks; WrongState if these ranks cannot change or have too few
+            expert slots; Unavailable if a rank is lost meanwhile.
         """
         ...
 

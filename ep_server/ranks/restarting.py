@@ -50,6 +50,10 @@ class RestartingRanks:
             self.group.use_weights(*self._weights)
         return Restarted(await self.group.start(self._listener, lambda *_: None))
 
+    async def scale(self, count: int, hold_out: frozenset[int]) -> float:
+        """As Ranks.scale."""
+        return await self.group.scale(count, hold_out)
+
     def submit(self, rank: int, request: Request) -> None:
         """As Ranks.submit."""
         self.group.submit(rank, request)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -22,6 +23,7 @@ class Kind(IntEnum):
     CLOSED = 5  # channel closed
 
 
+LOSS_SECONDS = 600.0
 _ECHOES = {
     "PeerTimeout": Kind.PEER,
     "PeerLost": Kind.PEER,
@@ -111,3 +113,22 @@ def start_error(sign: Sign, *, several: bool) -> StartupError:
         return StartupError(f"rank {sign.rank}: {sign.error}") if several else sign.error
     kind = type(sign.error) if isinstance(sign.error, StartupError) else StartupError
     return kind(f"rank {sign.rank}: {sign.error}")
+
+
+class LossCount:
+    """Losses of each rank, to find one that fails again and again.
+
+    most: within ten minutes, from which on it does; 0 = no number is too many.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock = most, clock
+        self._lost_at: dict[int, list[float]] = {}
+
+    def too_often(self, rank: int) -> str:
+        """Counts a loss. Returns: why the rank had better stay out, "" if it need not."""
+        now = self._clock()
+        recent = [at for at in self._lost_at.get(rank, []) if now - at < LOSS_SECONDS]
+        recent = self._lost_at[rank] = [*recent, now]
+        often = 0 < self._most <= len(recent)
+        return f"lost {len(recent)} times within {LOSS_SECONDS:.0f} s" if often else ""

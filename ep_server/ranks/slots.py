@@ -53,7 +53,7 @@ class SpareSlots:
         if lacking:
             return (
                 f"expert slots: after the loss of a rank the others wait for a new one; to go on without it "
-                f"takes {lacking / 2**30:.2f} GiB more for spare slots (resilience.spare_slots)"
+                f"takes {lacking / 2**20:,.1f} MiB more for spare slots (resilience.spare_slots)"
             )
         spares = f"{self.spares} spare slots per layer and rank"
         return f"expert slots: any one of {live} ranks may be lost now, with {spares}"

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
+from ep_server.ranks.vote import Verdict
 from ep_server.records import RankLoad, RankStatistics, StepBatch, StepTrace, TokenEvent
 
 BUCKETS = 48
@@ -193,6 +194,21 @@ class StepMeter:
             expert_tokens=parts.expert_tokens,
             last_steps=tuple(self._last_steps),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose tokens are not collected yet. launched: the runner's handle. bucket: 0 = not padded.
+
+    began: clock at its start, once planned, once voted; ns.
+    """
+
+    batch: StepBatch
+    verdict: Verdict
+    launched: Any
+    bucket: int
+    micro_batches: int
+    began: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ep_server.errors import GroupAborted, InternalError, PeerLost, PeerTimeout
-from ep_server.orders import OrderDone
+from ep_server.orders import OrderDone, PrepareGeneration
 from ep_server.ranks.channel import RankChannel
+from ep_server.ranks.membership import RankMembership
 from ep_server.ranks.messages import (
+    failed_message,
     interrupted_message,
     kv_events_message,
     one_line,
@@ -29,9 +30,9 @@ from ep_server.ranks.messages import (
 from ep_server.ranks.order_desk import OrderDesk
 from ep_server.ranks.order_messages import order_done_message, order_of
 from ep_server.ranks.overlap import Planned, Ran
-from ep_server.ranks.statistics import StepMeter, StepTimes
+from ep_server.ranks.statistics import LaunchedStep, StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
-from ep_server.records import LATE_TOKEN, NO_TOKEN, PromptLogprobs, StepBatch, TokenEvent
+from ep_server.records import LATE_TOKEN, NO_TOKEN, PromptLogprobs, Request, StepBatch, TokenEvent
 from ep_server.scheduler.cache_reporter import CacheReporter
 from ep_server.scheduler.prompt_budget import prompt_tokens
 from ep_server.v1 import rank_pb2 as pb
@@ -45,21 +46,6 @@ REPORT_NS = 500_000_000
 MASK_LOOK_SECONDS = 0.001
 CHANGE_LOOK_SECONDS = 0.05  # of a parked rank that prepares a change
 CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at every pause
-
-
-@dataclass(frozen=True, slots=True)
-class _LaunchedStep:
-    """A step whose tokens are not collected yet. launched: the runner's handle. bucket: 0 = not padded.
-
-    began: clock at its start, once planned, once voted; ns.
-    """
-
-    batch: StepBatch
-    verdict: Verdict
-    launched: Any
-    bucket: int
-    micro_batches: int
-    began: tuple[int, int, int]
 
 
 class RankWorker:
@@ -86,10 +72,12 @@ class RankWorker:
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._cache = self._cache_reporter()
-        self._desk = OrderDesk(parts.scheduler, parts.profiler, parts.new_weights, parts.experts)
+        self._membership = RankMembership(parts.exchange, parts.experts)
+        self._desk = OrderDesk(parts, self._enter)
         self._changes = self._desk.changes
-        self._launched: deque[_LaunchedStep] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._running = 0  # sequences, as reported last
+        self._left = False  # the others go on without this rank, as planned
         self._stop = self._idle = False  # idle: no rank had anything to do in the last vote
         self._reported = self._checked = clock()
 
@@ -99,61 +87,76 @@ class RankWorker:
     def run(self) -> None:
         """Steps and parks until every rank has the order to stop.
 
-        Raises: ExchangeError, ChannelClosed; InternalError if the scheduler ends inconsistent.
+        Raises: ExchangeError, ChannelClosed, InternalError.
         """
         while self._go_on():
             pass
         self._scheduler.check_integrity()
 
-    def join(self) -> None:
-        """Waits for the other ranks, which have run steps before. Raises: ChannelClosed."""
-        self._await_regroup()
-
     def _go_on(self) -> bool:
         """One step, or what follows where another rank failed; False once it was the last."""
         try:
+            if self._left:
+                self.join()
             if self._regroup is not None:
                 self._rejoin(self._regroup)
-            return self.step()
+            return not self._left and self.step()
         except (PeerTimeout, PeerLost, GroupAborted) as error:
             if not self._outlives:
                 raise
             log.warning("waiting to be regrouped: %s", error)
             self._send(interrupted_message(error))
             self._regroup = None
-            self._await_regroup()
+            self.join()
             return not self._stop
 
-    def _await_regroup(self) -> None:
+    def join(self) -> None:
+        """Waits to be grouped with ranks that run. Raises: ChannelClosed."""
         while self._regroup is None and not self._stop:
-            self._handle(self._channel.wait())
+            self._wait(CHANGE_LOOK_SECONDS if self._changes.preparing else None)
         if self._stop:
             self._scheduler.drop_steps()
 
     def _rejoin(self, order: pb.Regroup) -> None:
-        """Drops the steps in flight and the requests that nobody awaits, and goes on with the other ranks.
+        """Drops the steps in flight and the requests that nobody awaits, and goes on with the live ranks.
 
-        Raises: PeerTimeout, if another rank is missing.
+        Raises: PeerTimeout, PeerLost if another rank is missing.
         """
         self._launched.clear()
         self._scheduler.drop_steps()
         self._changes.settle()
-        for number in self._scheduler.live - set(order.kept):
-            self._scheduler.cancel(number)
-        for number in self._scheduler.freed():  # those cancelled during the lost step too
-            self._drop(number)
+        self._forget_freed()
         if self._profiler.running:
             self._profiler.stop()
         self._cache.watch(on=False)
         self._cache = self._cache_reporter()  # whoever subscribes next counts from 1
-        if (membership := self._exchange.membership) is None:
-            raise InternalError("this exchange cannot regroup")
-        membership.reset()
+        regrouped = self._membership.regroup(order)
         self._runner.drop_steps()
-        self._voter = Voter(order.generation, order.work_number)
+        self._voter = Voter(order.generation, max(order.work_number, self._voter.last_work))
         self._regroup, self._idle, self._running = None, False, -1
         self._channel.report(waiting=False)
-        self._send(pb.FromRank(regrouped=pb.Regrouped(generation=order.generation)))
+        self._send(regrouped)
+
+    def _enter(self, order: PrepareGeneration) -> None:
+        """The vote has switched to other live ranks. Raises: as _rejoin()."""
+        self._scheduler.drop_steps()  # planned for the step of this vote
+        self._left = self._meter.rank not in order.live
+        self._channel.report(waiting=self._left)
+        if self._left:
+            self._keep(set())
+            self._forget_freed()
+        else:
+            self._membership.enter(order.generation, order.live, order.placement)
+            self._voter, self._idle = Voter(order.generation, self._voter.last_work), False
+
+    def _keep(self, numbers: set[int]) -> None:
+        """Drops all other requests; nobody awaits them here."""
+        for number in self._scheduler.live - numbers:
+            self._scheduler.cancel(number)
+
+    def _forget_freed(self) -> None:
+        for number in self._scheduler.freed():  # those cancelled during a lost step too
+            self._drop(number)
 
     def _cache_reporter(self) -> CacheReporter:
         return CacheReporter(
@@ -166,21 +169,20 @@ class RankWorker:
     def step(self) -> bool:
         """One step with all other ranks; False once it was the last.
 
-        On return every message read is handled, and the tokens of this step, or of the step `ahead` steps
-        before it, are sent to the frontend. A batch planned when the group stops is not run. Neither is a
-        step without tokens on any rank: it only waits for the steps in flight.
+        On return every message read is handled, and the tokens of this step, or of the one `ahead` before it,
+        are sent. A step without tokens on any rank is not run: it only waits for the steps in flight.
         """
         start = self._clock()
         self._handle(self._channel.poll())
         if self._regroup is not None:
             return True
         self._check_masks()
-        self._check_changes()
+        self._answer(self._changes.finished())
         batch = self._plan()
         planned = self._clock()
         verdict = self._vote(batch)
-        if verdict.change:
-            self._switch(verdict.change)
+        if verdict.change and self._switch(verdict.change):
+            return True
         voted = self._clock()
         run = verdict.run and any(verdict.tokens)
         if not run and self._held:
@@ -193,7 +195,7 @@ class RankWorker:
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
             launched = self._runner.launch(batch, count, bucket)
             began = start, planned, voted
-            self._launched.append(_LaunchedStep(batch, verdict, launched, bucket, count, began))
+            self._launched.append(LaunchedStep(batch, verdict, launched, bucket, count, began))
         while self._launched and (len(self._launched) > self._scheduler.limits.ahead or not run):
             self._finish(self._launched.popleft())
         if self._launched:
@@ -218,7 +220,7 @@ class RankWorker:
             self._copier.start(moves)
         return batch
 
-    def _finish(self, step: _LaunchedStep) -> None:
+    def _finish(self, step: LaunchedStep) -> None:
         """Waits for a step's tokens and publishes them."""
         self._complete(step)
         sampled = self._runner.collect(step.launched)
@@ -241,39 +243,33 @@ class RankWorker:
         if times.published - self._reported >= REPORT_NS:
             self._report()
 
-    def _complete(self, step: _LaunchedStep) -> None:
+    def _complete(self, step: LaunchedStep) -> None:
         """Draws what waits for masks. A request whose mask is late is in no step until it is there."""
         for number in self._runner.complete(step.launched):
             self._scheduler.hold(number)
 
     def _check_masks(self) -> None:
         """Fails requests whose grammar cannot be followed, and resumes those whose mask has arrived."""
-        if not len(self._masks):
-            return
-        for number, reason in self._masks.failures().items():
+        for number, reason in self._masks.failures().items() if len(self._masks) else ():
             self._scheduler.fail(number)
             self._drop(number)
             message = f"the grammar cannot be followed: {reason}"
-            failed = pb.RequestFailed(number=number, message=message, by_grammar=True)
-            self._send(pb.FromRank(request_failed=failed))
+            self._send(failed_message(number, message, by_grammar=True))
         for number in [number for number in self._held if self._masks.ready(number)]:
             self._held.discard(number)
             self._scheduler.release(number)
-
-    def _check_changes(self) -> None:
-        """Answers the order to prepare a change, once it is carried out."""
-        self._answer(self._changes.finished())
 
     def _answer(self, done: OrderDone | None) -> None:
         if done is not None:
             self._send(order_done_message(done))
 
-    def _switch(self, change: int) -> None:
-        """All ranks do so before the same step. Steps in flight end first: they ran ahead."""
-        since = self._clock()
+    def _switch(self, change: int) -> bool:
+        """Before the same step on all ranks, after the steps in flight. Returns: whether they vote again."""
+        since, voter = self._clock(), self._voter
         while self._launched:
             self._finish(self._launched.popleft())
         self._answer(self._changes.apply(change, since))
+        return self._left or self._voter is not voter
 
     def _vote(self, batch: StepBatch) -> Verdict:
         bucket = self._runner.bucket_of(batch)
@@ -299,11 +295,13 @@ class RankWorker:
             self._scheduler.check_integrity()
             self._checked = self._clock()
         while self._voter.last_work == last_work and not self._stop and self._regroup is None:
-            look = CHANGE_LOOK_SECONDS if self._changes.preparing else self._handoff.look_seconds
-            self._handle(self._channel.wait(look))
-            self._check_changes()
+            self._wait(CHANGE_LOOK_SECONDS if self._changes.preparing else self._handoff.look_seconds)
             if self._handoff.free_held():
                 self._report()
+
+    def _wait(self, seconds: float | None) -> None:
+        self._handle(self._channel.wait(seconds))
+        self._answer(self._changes.finished())
 
     def _handle(self, payloads: Sequence[bytes]) -> None:
         for payload in payloads:
@@ -327,6 +325,7 @@ class RankWorker:
                 self._cache.watch(on=message.watch_cache.on)
             elif kind == "regroup":
                 self._regroup = message.regroup
+                self._keep(set(message.regroup.kept))
             elif kind == "shutdown":
                 self._stop = True
             else:
@@ -335,20 +334,21 @@ class RankWorker:
     def _add(self, wire: pb.Request) -> None:
         """A request that cannot be added fails alone: it is in no queue yet."""
         try:
-            request = request_of(wire)
-            self._runner.add(request)
-            try:
-                self._scheduler.add(request)
-            except Exception:
-                self._runner.remove(request.number)
-                raise
-            self._masks.add(request, request.output_ids)
+            self._enqueue(request_of(wire))
         except Exception as error:
             log.exception("request %d could not be added", wire.number)
-            failed = pb.RequestFailed(number=wire.number, message=one_line(error))
-            self._send(pb.FromRank(request_failed=failed))
+            self._send(failed_message(wire.number, one_line(error)))
         else:
-            self._meter.arrived(request.number, self._clock())
+            self._meter.arrived(wire.number, self._clock())
+
+    def _enqueue(self, request: Request) -> None:
+        self._runner.add(request)
+        try:
+            self._scheduler.add(request)
+        except Exception:
+            self._runner.remove(request.number)
+            raise
+        self._masks.add(request, request.output_ids)
 
     def _publish(self, events: Sequence[TokenEvent]) -> None:
         if events:
@@ -369,9 +369,8 @@ class RankWorker:
         """Fails requests whose logits are NaN or infinite, alone: resending one must not stop the server."""
         for number in undrawn:
             log.error("the logits of request %d hold NaN or infinity", number)
-            failed = pb.RequestFailed(number=number, message="its logits hold NaN or infinity")
             self._drop(number)
-            self._send(pb.FromRank(request_failed=failed))
+            self._send(failed_message(number, "its logits hold NaN or infinity"))
 
     def _release(self) -> None:
         for number in self._scheduler.freed():

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Final
 
-from ep_server.errors import InternalError, StartupError
+from ep_server.errors import InternalError, StartupError, WrongState
 from ep_server.orders import (
     DropChange,
     FlushCache,
@@ -101,6 +101,10 @@ class FakeRanks:
 
     def __repr__(self) -> str:
         return f"FakeRanks({self._schedulers!r})"
+
+    async def scale(self, count: int, hold_out: frozenset[int]) -> float:
+        """Refused: fake ranks do not change."""
+        raise WrongState("fake ranks do not change")
 
     async def start(
         self, listener: RankListener, progress: Callable[[int, str, int, int], None]

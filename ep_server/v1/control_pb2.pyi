@@ -29,7 +29,14 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "api_version", "instance_id", "state", "uptime_seconds", "ranks", "max_context", "max_running", "max_queue", "max_step_tokens", "kv_block_size", "kv_blocks", "rank_info", "weights_version", "weights_path", "pid_space", "nodes", "live_nodes")
+    __slots__ = ("version", "api_version", "instance_id", "state", "uptime_seconds", "ranks", "max_context", "max_running", "max_queue", "max_step_tokens", "kv_block_size", "kv_blocks", "rank_info", "weights_version", "weights_path", "pid_space", "nodes", "live_nodes", "live_ranks", "ranks_out", "rank_loss_lacking_bytes")
+    class RanksOutEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +55,9 @@ class GetServerInfoResponse(_message.Message):
     PID_SPACE_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LIVE_NODES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_OUT_FIELD_NUMBER: _ClassVar[int]
+    RANK_LOSS_LACKING_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     api_version: str
     instance_id: str
@@ -66,7 +76,10 @@ class GetServerInfoResponse(_message.Message):
     pid_space: str
     nodes: int
     live_nodes: int
-    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime_seconds: _Optional[float] = ..., ranks: _Optional[int] = ..., max_context: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., rank_info: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., pid_space: _Optional[str] = ..., nodes: _Optional[int] = ..., live_nodes: _Optional[int] = ...) -> None: ...
+    live_ranks: _containers.RepeatedScalarFieldContainer[int]
+    ranks_out: _containers.ScalarMap[int, str]
+    rank_loss_lacking_bytes: int
+    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime_seconds: _Optional[float] = ..., ranks: _Optional[int] = ..., max_context: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., rank_info: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., pid_space: _Optional[str] = ..., nodes: _Optional[int] = ..., live_nodes: _Optional[int] = ..., live_ranks: _Optional[_Iterable[int]] = ..., ranks_out: _Optional[_Mapping[int, str]] = ..., rank_loss_lacking_bytes: _Optional[int] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("rank", "pid", "kv_blocks", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds")
@@ -312,6 +325,22 @@ class UpdateWeightsRequest(_message.Message):
     PATH_FIELD_NUMBER: _ClassVar[int]
     path: str
     def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("ranks", "hold_out")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_OUT_FIELD_NUMBER: _ClassVar[int]
+    ranks: int
+    hold_out: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ranks: _Optional[int] = ..., hold_out: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ("live", "pause_seconds")
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    live: _containers.RepeatedScalarFieldContainer[int]
+    pause_seconds: float
+    def __init__(self, live: _Optional[_Iterable[int]] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("version", "pause_seconds", "pause_bound_seconds", "bytes")

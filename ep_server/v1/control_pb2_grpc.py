@@ -69,6 +69,11 @@ class ControlStub:
                 request_serializer=ep__server_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=ep__server_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/ep_server.v1.Control/Scale',
+                request_serializer=ep__server_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=ep__server_dot_v1_dot_control__pb2.ScaleResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -125,6 +130,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Changes which ranks serve, up to parallel.max_ranks; CPU ranks of one node. No stream ends: requests of a rank that
+        leaves continue at others. It returns once the ranks have switched.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +175,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=ep__server_dot_v1_dot_control__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=ep__server_dot_v1_dot_control__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=ep__server_dot_v1_dot_control__pb2.ScaleRequest.FromString,
+                    response_serializer=ep__server_dot_v1_dot_control__pb2.ScaleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -353,6 +371,33 @@ class Control:
             '/ep_server.v1.Control/UpdateWeights',
             ep__server_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
             ep__server_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_server.v1.Control/Scale',
+            ep__server_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+            ep__server_dot_v1_dot_control__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -91,14 +91,18 @@ class LayerPlacement(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[int]] = ..., serves: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Regroup(_message.Message):
-    __slots__ = ("generation", "work_number", "kept")
+    __slots__ = ("generation", "work_number", "kept", "placement", "live")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORK_NUMBER_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     work_number: int
     kept: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, generation: _Optional[int] = ..., work_number: _Optional[int] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
+    placement: Placement
+    live: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., work_number: _Optional[int] = ..., kept: _Optional[_Iterable[int]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Connect(_message.Message):
     __slots__ = ("ranks", "session")
@@ -235,7 +239,7 @@ class WatchCache(_message.Message):
     def __init__(self, on: _Optional[bool] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("number", "flush_cache", "start_profile", "stop_profile", "prepare_weights", "switch_change", "drop_change", "release_kv", "prepare_placement", "count_experts", "work_number")
+    __slots__ = ("number", "flush_cache", "start_profile", "stop_profile", "prepare_weights", "switch_change", "drop_change", "release_kv", "prepare_placement", "count_experts", "prepare_generation", "work_number")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     START_PROFILE_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +250,7 @@ class Order(_message.Message):
     RELEASE_KV_FIELD_NUMBER: _ClassVar[int]
     PREPARE_PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     COUNT_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORK_NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     flush_cache: FlushCache
@@ -257,8 +262,9 @@ class Order(_message.Message):
     release_kv: bytes
     prepare_placement: PreparePlacement
     count_experts: CountExperts
+    prepare_generation: PrepareGeneration
     work_number: int
-    def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., switch_change: _Optional[int] = ..., drop_change: _Optional[int] = ..., release_kv: _Optional[bytes] = ..., prepare_placement: _Optional[_Union[PreparePlacement, _Mapping]] = ..., count_experts: _Optional[_Union[CountExperts, _Mapping]] = ..., work_number: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., switch_change: _Optional[int] = ..., drop_change: _Optional[int] = ..., release_kv: _Optional[bytes] = ..., prepare_placement: _Optional[_Union[PreparePlacement, _Mapping]] = ..., count_experts: _Optional[_Union[CountExperts, _Mapping]] = ..., prepare_generation: _Optional[_Union[PrepareGeneration, _Mapping]] = ..., work_number: _Optional[int] = ...) -> None: ...
 
 class PrepareWeights(_message.Message):
     __slots__ = ("change", "version", "path")
@@ -277,6 +283,18 @@ class PreparePlacement(_message.Message):
     change: int
     placement: Placement
     def __init__(self, change: _Optional[int] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
+
+class PrepareGeneration(_message.Message):
+    __slots__ = ("change", "generation", "live", "placement")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    change: int
+    generation: int
+    live: _containers.RepeatedScalarFieldContainer[int]
+    placement: Placement
+    def __init__(self, change: _Optional[int] = ..., generation: _Optional[int] = ..., live: _Optional[_Iterable[int]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
 
 class CountExperts(_message.Message):
     __slots__ = ()
@@ -335,10 +353,12 @@ class FromRank(_message.Message):
     def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., introduction: _Optional[_Union[Introduction, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventBatch, _Mapping]] = ..., order_done: _Optional[_Union[OrderDone, _Mapping]] = ..., running: _Optional[int] = ..., interrupted: _Optional[_Union[Fatal, _Mapping]] = ..., regrouped: _Optional[_Union[Regrouped, _Mapping]] = ...) -> None: ...
 
 class Regrouped(_message.Message):
-    __slots__ = ("generation",)
+    __slots__ = ("generation", "load_seconds")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     generation: int
-    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+    load_seconds: float
+    def __init__(self, generation: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
 
 class OrderDone(_message.Message):
     __slots__ = ("number", "error", "blocks", "files", "nbytes", "rate", "seconds", "rows")

@@ -70,8 +70,7 @@ class Waiter {
       if (Status failed = look()) return fail(failed);
       pending_ &= group_.unmasked();
       if (pending_ == 0) return {{}, arrived_};
-      if (!wait_.ignore_abort)
-        if (Status failed = aborted(group_)) return {failed, arrived_};
+      if (Status failed = ended()) return {failed, arrived_};
       const uint64_t now = now_ns();
       if (now - start_ < group_.timing.spin_ns) {
         for (uint32_t i = 0; i < kPausesPerLook; ++i) pause_cpu();
@@ -183,8 +182,12 @@ class Waiter {
   Waited fail(const Status& status) {
     for (uint64_t left = pending_; left != 0; left &= left - 1)
       charge(std::countr_zero(left), now_ns() - start_);
-    if (!wait_.ignore_abort) abort_group(group_, status);
+    if (wait_.forming == 0) abort_group(group_, status);
     return {status, arrived_};
+  }
+
+  Status ended() const {
+    return wait_.forming == 0 ? aborted(group_) : aborted(group_, wait_.forming);
   }
 
   void sleep(uint64_t now) {
@@ -195,7 +198,7 @@ class Waiter {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with publish(): flag first, then look
     const uint32_t word = std::atomic_ref<uint32_t>(bell.word).load(std::memory_order_acquire);
     const bool absent = int32_t(cell_epoch(cell_of(peer)) - wait_.expected) < 0;
-    const bool quiet = wait_.ignore_abort || !aborted(group_);
+    const bool quiet = !ended();
     if (absent && quiet && (group_.unmasked() >> peer & 1)) {
       uint64_t slice = kSliceNs;
       if (!wait_.by_liveness) slice = std::min(slice, start_ + deadline_ns_ - now);
@@ -292,8 +295,7 @@ void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Sta
   syscall(SYS_futex, region + Head::kAbort, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);  // see AbortWatch
 }
 
-void report_lost(std::byte* region, uint32_t lost) {
-  const auto generation = uint32_t(load_cell(region, Head::kIdentity));
+void report_lost(std::byte* region, uint32_t lost, uint32_t generation) {
   abort_at(region, lost, generation + 1, {Code::kLost, Op::kVote, Phase::kGather, lost, lost, 0, 0});
   ring(doorbell(region));
 }
@@ -315,9 +317,11 @@ void abort_group(Group& group, const Status& status) {
   if (group.carrier != nullptr) group.carrier->wake();
 }
 
-Status aborted(const Group& group) {
+Status aborted(const Group& group) { return aborted(group, uint32_t(group.generation)); }
+
+Status aborted(const Group& group, uint32_t generation) {
   const uint64_t cell = load_cell(group.own(), Head::kAbort);
-  if (cell_epoch(cell) != uint32_t(group.generation) + 1) return {};
+  if (cell_epoch(cell) != generation + 1) return {};
   Status origin;
   std::memcpy(&origin, group.own() + Head::abort_status(cell_payload(cell) - 1), sizeof origin);
   // On several hosts, every survivor names the rank that was lost, not the rank that noticed it.

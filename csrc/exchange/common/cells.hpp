@@ -67,7 +67,7 @@ struct Wait {
   bool by_liveness = false;     // no deadline: wait as long as the peers' heartbeats continue
   uint64_t limit_ns = 0;        // the deadline; 0 = timing.timeout_ns
   bool by_gateways = false;     // ranks of this host receive the data from other hosts
-  bool ignore_abort = false;    // reset only
+  uint32_t forming = 0;         // reset only: the generation, which alone an abort counts for
   uint64_t* wait_ns = nullptr;  // [rank] += how long this wait lasted for each
 };
 
@@ -85,11 +85,12 @@ void abort_group(Group& group, const Status& status);
 // Sets the sticky abort in one region of this host, on behalf of any writer. Wakes no rank.
 void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Status& status);
 
-// Ends every wait of the rank that owns a region of this host: `lost` has ended. From any process of the
-// host.
-void report_lost(std::byte* region, uint32_t lost);
+// Ends every wait of a generation, and its forming, of the rank that owns a region of this host: `lost` has
+// ended. From any process of the host.
+void report_lost(std::byte* region, uint32_t lost, uint32_t generation);
 
 // kAborted with the origin's fields if the group is aborted, else kOk.
 Status aborted(const Group& group);
+Status aborted(const Group& group, uint32_t generation);
 
 }  // namespace ep

@@ -209,8 +209,8 @@ Status all_gather(Group& group, const void* record, uint32_t length, uint64_t li
   return {};
 }
 
-Status reset(Group& group, uint64_t dead) {
-  const uint32_t generation = uint32_t(group.generation + 1);
+Status reset(Group& group, uint64_t dead, uint32_t generation) {
+  if (generation == 0) generation = uint32_t(group.generation + 1);
   const uint32_t bank = generation % kVoteBanks;  // a rank may be one reset ahead, never two
   uint64_t epoch =
       std::max({group.of(Op::kDispatch).last(), group.of(Op::kCombine).last(), group.vote_epoch});
@@ -234,7 +234,7 @@ Status reset(Group& group, uint64_t dead) {
                                          .stride = kLine,
                                          .peers = peers,
                                          .expected = generation,
-                                         .ignore_abort = true});
+                                         .forming = generation});
   group.timing.mask_on_timeout = mask_on_timeout;
   if (waited.status) {
     group.masked.store(masked, std::memory_order_release);
@@ -251,7 +251,7 @@ Status reset(Group& group, uint64_t dead) {
   for (Banks& banks : group.banks) banks.reset(epoch);
   group.vote_epoch = epoch;
   group.choose_gateways();
-  ++group.generation;
+  group.generation = generation;
   cell_at(group.own(), Head::kIdentity).store(group.generation, std::memory_order_release);
   return {};
 }

@@ -69,9 +69,9 @@ Segment::Segment(int fd) {
 
 Segment::~Segment() { munmap(base_, bytes_); }
 
-void abort_without(const Segment& segment, uint32_t lost) {
+void abort_without(const Segment& segment, uint32_t lost, uint32_t generation) {
   for (uint32_t rank = 0; rank < segment.page().regions; ++rank)
-    if (rank != lost) report_lost(segment.region(rank), lost);
+    if (rank != lost) report_lost(segment.region(rank), lost, generation);
 }
 
 Heartbeat::Heartbeat(std::shared_ptr<void> memory, std::byte* region) : memory_(std::move(memory)) {

@@ -53,7 +53,7 @@ class Segment {
 
 // Ends every wait of the group for all ranks but `lost`, which has ended: they report that it is lost. Called
 // by a process that is not in the group.
-void abort_without(const Segment& segment, uint32_t lost);
+void abort_without(const Segment& segment, uint32_t lost, uint32_t generation);
 
 // A thread that stamps a region's heartbeat word every 100 ms. It stops when the process is stopped or dead,
 // and continues while the process computes.

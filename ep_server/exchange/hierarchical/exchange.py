@@ -91,11 +91,11 @@ class HierarchicalMembership:
         self._inter.mask(gone)
         self._intra.mask(self._here(gone))
 
-    def reset(self, dead: Iterable[int] = ()) -> None:
+    def reset(self, dead: Iterable[int] = (), generation: int = 0) -> None:
         """See Membership."""
         gone = frozenset(dead)
-        self._inter.reset(gone)
-        self._intra.reset(self._here(gone))
+        self._inter.reset(gone, generation)
+        self._intra.reset(self._here(gone), generation)
 
     def _here(self, ranks: frozenset[int]) -> list[int]:
         return [rank - self._intra_ranks.start for rank in sorted(ranks) if rank in self._intra_ranks]

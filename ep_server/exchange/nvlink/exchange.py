@@ -319,12 +319,12 @@ class NvlinkExchange:
         """See Membership. Also in a kernel that waits for them."""
         self._open().group.mask(rank_bits(self.spec, set(ranks) - {self.spec.rank}))
 
-    def reset(self, dead: Iterable[int] = ()) -> None:
+    def reset(self, dead: Iterable[int] = (), generation: int = 0) -> None:
         """See Membership. Ends the GPU's waits. Raises: as HostGroup.reset() and share_regions()."""
         launcher, gone = self._open(), frozenset(dead)
         launcher.group.abort()  # kernels may wait for a lost rank
         torch.cuda.synchronize(self.device)
-        self._control.reset(gone)
+        self._control.reset(gone, generation)
         dispatches, combines, _ = launcher.group.epochs()
         standing = Standing(max(dispatches, combines), self._fresh)
         last = share_anew(self._control, self.spec, launcher.group, standing)

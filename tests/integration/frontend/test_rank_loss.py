@@ -5,108 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from ep_server.cli.demo.run import DEMO_MODEL
-from ep_server.config import Config
-from ep_server.frontend.served_model import ServedModel
-from ep_server.frontend.server import Server
-from ep_server.ranks.launcher import RankProcesses
-from ep_server.ranks.restarting import RestartingRanks
-from tests.support.frontend import Recorder
-from tests.support.ranks.rank_group import greedy
-from tests.support.raw_client import Output, RawClient
-
-RANKS = 4
-WAIT = 120.0
-NEW = 160
-PROMPT = [1, 5, 3, 7, 2, 9, 4, 6]
-# Everything whose state a new rank must build again. Prompts of up to 200 tokens run in chunks of 32.
-ASKED: list[dict[str, Any]] = [
-    {"token_ids": PROMPT, "temperature": 0.0},
-    {"token_ids": PROMPT * 25, "temperature": 1.5, "seed": 1},
-    {"token_ids": PROMPT, "temperature": 1.5, "seed": 2, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-    {"token_ids": PROMPT, "temperature": 2.0, "seed": 3, "num_sequences": 2},
-    {"token_ids": PROMPT, "temperature": 2.0, "seed": 4, "stop_strings": ["77"], "min_new_tokens": 60},
-    {
-        "token_ids": PROMPT,
-        "temperature": 2.0,
-        "seed": 5,
-        "output_logprobs": True,
-        "top_n": 2,
-        "prompt_logprobs": 1,
-    },
-    {"token_ids": PROMPT, "temperature": 2.0, "seed": 6, "regex": "[0-9]{150}", "ignore_eos": False},
-    {"token_ids": PROMPT, "temperature": 1.5, "seed": 7, "cache_salt": "a"},
-]
-UNKNOWN = 1 << 40  # number of a request that the engine does not have
-
-
-@dataclass
-class Losing:
-    """A server whose ranks a test takes away."""
-
-    server: Server
-    ranks: RestartingRanks
-    client: RawClient
-    heard: Recorder
-
-    def group(self) -> RankProcesses:
-        assert isinstance(self.ranks.group, RankProcesses)
-        return self.ranks.group
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT):
-            while not condition():
-                await asyncio.sleep(0.001)
-
-    async def recovered(self, times: int) -> None:
-        """Until the server has recovered so often in all, and serves."""
-        await self.until(lambda: len(self.heard.recovered) >= times and not self.server.engine._delivery.down)
-
-    def signal(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """To the process that has this place now, unless it has ended."""
-        self.group()._processes[rank].signal(number)
-
-    def break_(self, rank: int) -> None:
-        """Raises an exception in a step of it: a token that the front never lets pass."""
-        self.ranks.submit(rank, greedy(UNKNOWN, (10**6,), 5))
-
-
-@asynccontextmanager
-async def losing(hang_seconds: float = 60.0) -> AsyncIterator[Losing]:
-    """hang_seconds: so long that a busy machine looks like no hang."""
-    config = Config.from_values(
-        {
-            "grpc.port": 0,
-            "model.path": str(DEMO_MODEL),
-            "model.dtype": "float32",
-            "exchange.reduction": "source",
-            "exchange.timeout_seconds": hang_seconds,
-            "parallel.ranks": RANKS,
-            "parallel.threads_per_rank": 1,
-            "resilience.max_losses": 1000,
-            "scheduler.kv_blocks": 128,
-            "scheduler.max_step_tokens": 32,
-            "scheduler.max_running": 16,
-        }
-    )
-    ranks, heard = RestartingRanks(lambda: RankProcesses(config, outlive=True)), Recorder()
-    server = Server(config, ServedModel.load(config.model), ranks, heard)
-    await server.start(lambda *_: None)
-    try:
-        async with RawClient(server.address) as client:
-            yield Losing(server, ranks, client, heard)
-        server.engine.check_integrity()
-    finally:
-        await server.drain()
-        await server.stop()
-
+from tests.support.losing import ASKED, NEW, RANKS, WAIT, Losing, losing, run_all, seen
 
 Loss = Callable[[Losing, random.Random], Awaitable[None]]
 
@@ -141,27 +46,6 @@ async def killed_twice(losing: Losing, draw: random.Random) -> None:
         losing.signal(rank)
 
 
-async def run_all(client: RawClient, asked: list[dict[str, Any]]) -> list[Output]:
-    fields = {"max_new_tokens": NEW, "ignore_eos": True, "timeout": WAIT}
-    calls = [client.complete(one["token_ids"], **{**fields, **_rest(one)}) for one in asked]
-    return list(await asyncio.gather(*calls))
-
-
-def _rest(one: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in one.items() if name != "token_ids"}
-
-
-def seen(output: Output) -> tuple[Any, ...]:
-    """All that a caller gets, without times."""
-    usage = output.finished.usage
-    scores = [
-        [(one.logprob, *(top.token_id for top in one.top)) for one in many]
-        for many in (output.logprobs, output.prompt_logprobs)
-    ]
-    counts = usage.prompt_tokens, usage.output_tokens
-    return (output.token_ids, output.text, scores, output.finished.reason, counts, *map(seen, output.others))
-
-
 async def lose(losing: Losing, loss: Loss, draw: random.Random, expected: list[Any]) -> None:
     """Loses ranks while all requests run, and compares what they give."""
     before = len(losing.heard.recovered)
@@ -174,8 +58,8 @@ async def lose(losing: Losing, loss: Loss, draw: random.Random, expected: list[A
     await loss(losing, draw)
     async with asyncio.timeout(WAIT):
         outputs = await running
-    assert [seen(output) for output in outputs] == expected, f"{loss.__name__} after {tokens} tokens"
-    await losing.recovered(before + 1)
+    assert [seen(output) for output in outputs] == expected, f"{loss} after {tokens} tokens"
+    await losing.recovered(before + 1, everyone=not losing.server.engine.group.out)
 
 
 async def balanced(losing: Losing) -> None:
@@ -205,6 +89,32 @@ async def test_five_losses_change_no_output() -> None:
         await lost.recovered(4)
         await lose(lost, killed, draw, expected)
         await balanced(lost)
+
+
+async def test_the_others_go_on_and_a_rank_that_fails_twice_stays_out() -> None:
+    """The first loss: its requests move, and a new process joins. The new process is lost: it stays out."""
+    async with losing(resilience__rank_losses=2) as lost:
+        engine, group = lost.server.engine, lost.group()
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        running = asyncio.ensure_future(run_all(lost.client, ASKED))
+        await lost.until(lambda: max((len(a.output) for a in engine._requests), default=0) >= 10)
+        lost.signal(3)
+        await lost.until(lambda: lost.group().live == {0, 1, 2} and len(lost.heard.recovered) == 1)
+        assert {active.rank for active in engine._requests} <= {0, 1, 2}
+        await lost.until(lambda: 3 in group._board.processes)
+        lost.signal(3)  # while it loads
+        assert [seen(output) for output in await running] == expected
+        await lost.until(lambda: engine.group is not None and 3 in engine.group.out)
+        assert lost.group().live == {0, 1, 2}
+        assert [seen(output) for output in await run_all(lost.client, ASKED)] == expected
+        # Nobody has room for the experts of another rank: now a new process is waited for.
+        await lose(lost, partial(kill, rank=1), random.Random(1), expected)
+        assert lost.group().live == {0, 1, 2}
+        assert group is lost.group()
+
+
+async def kill(losing: Losing, draw: random.Random, rank: int) -> None:
+    losing.signal(rank)
 
 
 @pytest.mark.slow

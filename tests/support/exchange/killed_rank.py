@@ -130,7 +130,7 @@ def check_replaced(program: Callable[..., Any], num_ranks: int, *args: Any) -> N
             ranks.tell(num_ranks, "start")
             time.sleep(0.5)  # kernels wait by now; nothing on the host can tell
             reported = time.monotonic()
-            report_lost(fd, LOST)
+            report_lost(fd, LOST, 0)
             for rank in others:
                 assert ranks.message(rank, 60) == "ended"
             assert ranks.message(num_ranks, 120) == "ready"

@@ -86,6 +86,7 @@ class Recorder:
         self.kv_events: list[KvEventBatch] = []
         self.done: list[tuple[int, OrderDone]] = []
         self.lost: list[tuple[int, str]] = []
+        self.left: list[int] = []
         self.groups: list[GroupState] = []
         self.causes: list[tuple[int, LossCause]] = []
         self.progress: list[tuple[int, str, int, int]] = []
@@ -130,6 +131,10 @@ class Recorder:
 
     def on_group(self, state: GroupState) -> None:
         self.groups.append(state)
+        self._changed.set()
+
+    def on_left(self, rank: int) -> None:
+        self.left.append(rank)
         self._changed.set()
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:

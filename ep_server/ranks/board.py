@@ -1,0 +1,49 @@
+"""What the launcher of a group knows of its processes, for all who decide about them. One event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ep_server.errors import StartupError
+from ep_server.ranks.hosts import Rank
+from ep_server.ranks.signs import Sign
+from ep_server.records import RankReady
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """start_stall, grace, kill: see LaunchTiming. answer: for a rank to regroup."""
+
+    start_stall: float
+    grace: float
+    kill: float
+    answer: float
+
+
+@dataclass(slots=True)
+class Board:
+    """What the launcher knows of its processes.
+
+    signs: of a loss, not handled yet. closed: ranks whose channel has been read to its end.
+    heard: set by every message and sign. work_number: the last one. watching: see Ranks.watch_cache().
+    """
+
+    processes: dict[int, Rank] = field(default_factory=dict)
+    ready: dict[int, RankReady] = field(default_factory=dict)
+    signs: list[Sign] = field(default_factory=list)
+    closed: set[int] = field(default_factory=set)
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    work_number: int = 0
+    watching: bool = False
+
+    async def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Raises: StartupError after so many seconds without a message of any rank."""
+        while not condition():
+            self.heard.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.heard.wait()
+            except TimeoutError:
+                raise StartupError(f"ranks reported nothing for {seconds:g} s while {what}") from None

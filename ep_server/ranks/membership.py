@@ -1,0 +1,52 @@
+"""One rank among those that take part: exchange and routes of experts, from generation to generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from ep_server.errors import InternalError
+from ep_server.ranks.messages import placement_of
+from ep_server.scheduler.placement import Placement
+from ep_server.v1 import rank_pb2 as pb
+
+if TYPE_CHECKING:  # they import torch
+    from ep_server.exchange.api import Exchange
+    from ep_server.ranks.experts import RankExperts
+
+
+class RankMembership:
+    """Used in the thread of the rank's loop, while no step is in flight."""
+
+    def __init__(self, exchange: Exchange, experts: RankExperts | None) -> None:
+        """experts: None where they stay, so that all ranks take part."""
+        self._exchange, self._experts = exchange, experts
+
+    def regroup(self, order: pb.Regroup) -> pb.FromRank:
+        """Reads the experts that an order gives this rank, and goes on with the ranks that it names.
+
+        Returns: the answer. Raises: CheckpointError; as enter().
+        """
+        began = time.monotonic()
+        placement = placement_of(order.placement) if order.HasField("placement") else None
+        if self._experts is not None and placement is not None:
+            self._experts.load(placement, idle=True)
+        seconds = time.monotonic() - began
+        self.enter(order.generation, order.live, placement)
+        done = pb.Regrouped(generation=order.generation, load_seconds=seconds)
+        return pb.FromRank(regrouped=done)
+
+    def enter(self, generation: int, live: Collection[int], placement: Placement | None) -> None:
+        """Begins a generation with these ranks. Collective.
+
+        Raises: PeerTimeout if one does not come; PeerLost if one is lost meanwhile; InternalError.
+        """
+        membership = self._exchange.membership
+        if membership is None:
+            raise InternalError("this exchange cannot regroup")
+        everyone = range(self._exchange.spec.num_ranks)
+        if self._experts is not None and placement is not None:
+            self._experts.use(placement, live)
+            self._experts.waits = False
+        membership.reset([rank for rank in everyone if rank not in live], generation)
