@@ -2,21 +2,27 @@
 
     python -m benchmarks.gpu_rank_loss --ranks 2 --streams 128 --faults 3
 
-Random weights of a shape, or a checkpoint with --model. Each rank needs a GPU. The gaps are those of
-`ep-server chaos`; the phases are those of the server's log.
+Random weights of a shape, or a checkpoint with --model. Each rank needs a GPU. A gap is the longest time
+between two messages of a stream during one loss; the phases are those of the server's log.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
+import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults
+from ep_server.cli.chaos.streams import Answer
+from ep_server.client import AsyncClient, Target
+
+INTERVAL = 4  # tokens of a message: one client process reads all streams
 SHAPE = "benchmarks/shapes/qwen3-30b-a3b"
-START_SECONDS, CHAOS_SECONDS = 200, 400
+START_SECONDS, CHAOS_SECONDS = 200, 120
 SHOWN = ("recovery: ", "recovered after", "lost", "start again", "expert slots", "waiting to be", "ERROR")
 
 
@@ -35,7 +41,7 @@ def serve(asked: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
     if asked.model == SHAPE:
         command += ["--load-format", "dummy", "--routing", "uniform"]
     settings: dict[str, object] = {
-        "parallel.device": "cuda",
+        "parallel.device": asked.device,
         "scheduler.max_running": asked.streams,
         "scheduler.max_step_tokens": 2048,
         "scheduler.max_queue": 4096,
@@ -57,18 +63,50 @@ def wait_until_served(server: subprocess.Popen[bytes], asked: argparse.Namespace
         time.sleep(1)
 
 
-def chaos(asked: argparse.Namespace) -> int:
-    command = [sys.executable, "-m", "ep_server", "chaos", "--address", f"127.0.0.1:{asked.port}", "--json"]
-    command += ["--faults", str(asked.faults), "--streams", str(asked.streams), "--every", "3"]
-    command += ["--prompt-tokens", "64", "512", "--max-new-tokens", str(asked.new_tokens)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=CHAOS_SECONDS, check=False)
-    if not ended.stdout.strip():
-        print(ended.stderr[-4000:])
-        return 1
-    report = json.loads(ended.stdout)
-    for name, value in report.items():
-        print(f"{name}: {value}")
-    return ended.returncode
+async def lose_ranks(asked: argparse.Namespace) -> int:
+    """Greedy streams of one length, ranks killed meanwhile. Prints gaps. Returns: streams that failed."""
+    draw = random.Random(0)
+    plan = FaultPlan(asked.faults, [FaultKind.KILL], 1, 0.0, 3.0, CHAOS_SECONDS)
+    async with AsyncClient(Target(f"127.0.0.1:{asked.port}")) as client:
+        vocabulary = (await client.model_info()).vocab_size
+
+        async def answer() -> Answer:
+            prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(64, 512))]
+            fields = {"temperature": 0.0, "ignore_eos": True, "stream_interval": INTERVAL}
+            stream = client.generate(prompt, max_new_tokens=asked.new_tokens, **fields)
+            found = Answer(stream.output)
+            async for tokens in stream:
+                found.arrivals.setdefault(tokens.index, []).append(time.monotonic())
+            return found
+
+        faults = Faults(client, plan, draw)
+        running = [asyncio.ensure_future(answer()) for _ in range(asked.streams)]
+        await asyncio.sleep(3)
+        await asyncio.wait_for(faults.run(), CHAOS_SECONDS)
+        answers = await asyncio.gather(*running, return_exceptions=True)
+    whole = [each for each in answers if isinstance(each, Answer)]
+    short = [each for each in whole if len(each.output.sequences[0].token_ids) != asked.new_tokens]
+    for loss in faults.losses:
+        print(f"rank {sorted(loss.ranks)} killed, served again after {loss.ended - loss.began:.2f} s")
+        for who in ("other ranks", "lost rank"):
+            gaps = sorted(
+                gap
+                for each in whole
+                if (each.output.info.rank in loss.ranks) == (who == "lost rank")
+                for gap in each.gaps(loss.began, loss.ended)
+            )
+            if gaps:
+                print(
+                    f"  {who}: {len(gaps)} streams, longest gaps p50 {gaps[len(gaps) // 2]:.2f} s, "
+                    f"p99 {gaps[len(gaps) * 99 // 100]:.2f} s, most {gaps[-1]:.2f} s"
+                )
+    failed = [each for each in answers if not isinstance(each, Answer)]
+    print(
+        f"{len(whole)} streams of {asked.new_tokens} tokens, {len(short)} of another length, {len(failed)} failed"
+    )
+    for error in failed[:3]:
+        print(f"  {error}")
+    return len(failed) + len(short)
 
 
 def main() -> int:
@@ -81,6 +119,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=2048)
     parser.add_argument("--port", type=int, default=50077)
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--set", action="append", default=[], help="SECTION.FIELD=VALUE of the server")
     parser.add_argument("--log", type=Path, default=Path("rank_loss.log"))
     asked = parser.parse_args()
@@ -89,7 +128,7 @@ def main() -> int:
     try:
         wait_until_served(server, asked, asked.log)
         print(f"served after {time.monotonic() - began:.1f} s")
-        status = chaos(asked)
+        status = int(asyncio.run(lose_ranks(asked)) > 0)
     finally:
         server.terminate()
         try:
