@@ -121,7 +121,7 @@ async def measure(options: argparse.Namespace, model: Path) -> dict[str, list[fl
             handle = (await held.read()).kv_handle
             stream = decode.generate(prompt, kv_handle=handle, **fields)
             times["one by one"], tokens["one by one"], later = await first_token(stream, since)
-            most = (options.prompt - 1) // options.block_size * options.block_size
+            most = options.prompt - 1
             if {cached, later} != {most}:
                 raise SystemExit(f"{cached} and {later} of {most} tokens were handed off")
             same = [tokens[name] == tokens["plain"] for name in ("hand-off", "one by one")]

@@ -18,13 +18,15 @@ from ep_server.scheduler.sequence import ScheduledSequence
 class KvFetch(NamedTuple):
     """Blocks to fill from another server; their sequence runs afterwards. ticket: below 0.
 
-    first: the position of their first token. Without blocks, the other server may free its own; ticket 0.
+    first: the position of their first token. tokens: to fetch; the last block may get more room than that.
+    Without blocks, the other server may free its own; ticket 0.
     """
 
     ticket: int
     source: KvSource
     first: int
     blocks: tuple[int, ...]
+    tokens: int
 
 
 class KvExport(NamedTuple):
@@ -111,23 +113,24 @@ class Handoffs:
             pass
 
     def fetch(self, seq: ScheduledSequence, first: int) -> int:
-        """Decides to fill the blocks of a table from block `first` on. Returns: how many; 0: none.
+        """Decides to fill the blocks of a table from block `first` on. Returns: how many tokens; 0: none.
 
         A server whose blocks are not needed may free them.
         """
         source = seq.request.source
         if source is None or seq.fetched:
             return 0
-        full = min(source.tokens, len(seq.request.prompt_ids), len(seq.tokens) - 1) // seq.block_size
-        if full <= first or source.weights != seq.weights or seq.scored < seq.score_end:
+        start = first * seq.block_size
+        tokens = min(source.tokens, len(seq.request.prompt_ids), len(seq.tokens) - 1) - start
+        if tokens <= 0 or source.weights != seq.weights or seq.scored < seq.score_end:
             seq.fetched = True
-            self._fetches.append(KvFetch(0, source, 0, ()))
+            self._fetches.append(KvFetch(0, source, 0, (), 0))
             return 0
         self._tickets -= 1
         seq.loading = self._tickets
-        blocks = tuple(seq.blocks[first:full])
-        self._fetches.append(KvFetch(seq.loading, source, first * seq.block_size, blocks))
-        return len(blocks)
+        blocks = tuple(seq.blocks[first : first + self._ledger.blocks_for(tokens)])
+        self._fetches.append(KvFetch(seq.loading, source, start, blocks, tokens))
+        return tokens
 
     def arrived(self, ticket: int, tokens: int) -> None:
         """A fetch has ended with so many leading tokens of its blocks. KvTables.loaded() goes on."""

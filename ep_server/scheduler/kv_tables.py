@@ -57,15 +57,15 @@ class KvTables:
         seq.flushed = False
         seq.capacity = len(seq.blocks) * seq.block_size
         seq.sealed = len(shared)
-        seq.computed = seq.planned = (seq.sealed + found) * seq.block_size
-        seq.next_seal = seq.computed + seq.block_size if seq.caches else NEVER
+        seq.computed = seq.planned = seq.sealed * seq.block_size + found
+        seq.next_seal = (seq.computed // seq.block_size + 1) * seq.block_size if seq.caches else NEVER
         if seq.cached_tokens is None:
             seq.cached_tokens = seq.computed
             if seq.caches and seq.scored >= seq.score_end:
                 fetched = found if seq.loading < 0 else 0
                 self.queries += length
-                self.hits += seq.computed - fetched * seq.block_size
-                self.host_hits += (found - fetched) * seq.block_size
+                self.hits += seq.computed - fetched
+                self.host_hits += found - fetched
         return True
 
     def maker_of(
@@ -119,7 +119,7 @@ class KvTables:
         """A fetch has ended with so many tokens; the sequence computes what did not arrive."""
         if seq is not None:
             seq.fetched = True
-            seq.computed = seq.planned = (seq.sealed + tokens // seq.block_size) * seq.block_size
+            seq.computed = seq.planned = seq.sealed * seq.block_size + tokens
             seq.cached_tokens = min(seq.cached_tokens or 0, seq.computed)
 
     def seal(self, seq: ScheduledSequence, tokens: int) -> None:
@@ -165,7 +165,7 @@ class KvTables:
         seq.next_seal = NEVER
 
     def _load(self, seq: ScheduledSequence, digests: Sequence[bytes], first: int) -> int:
-        """Fills new blocks of a table, from block `first` on. Returns: how many.
+        """Fills new blocks of a table, from block `first` on. Returns: with how many tokens.
 
         From another server if it may, else from the host tier.
         """
@@ -177,7 +177,7 @@ class KvTables:
         if slots:
             seq.loading = self.host.load(slots, seq.blocks[first : first + len(slots)])
             self._loading[seq.loading] = seq
-        return len(slots)
+        return len(slots) * seq.block_size
 
 
 def _prefix(seq: ScheduledSequence, digests: Sequence[bytes], index: int) -> Prefix:

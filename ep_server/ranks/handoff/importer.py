@@ -133,7 +133,7 @@ class KvImporter:
     def _fetch(self, each: _Fetching) -> None:
         """Raises: HandoffError."""
         fetch = each.fetch
-        end = fetch.first + len(fetch.blocks) * self._rows.block_size
+        end = fetch.first + fetch.tokens
         line, local = connect(fetch.source.address, fetch.source.local, self._silence)
         with closing(line):
             kind = self._rows.kind if local else Kind.PRIVATE

@@ -84,7 +84,7 @@ async def test_losses_on_either_side_of_a_hand_off(capfd: pytest.CaptureFixture[
         assert report["good"] and report["exact"] and report["faults"] == {"kill": 3, "stall": 0}
         async with AsyncClient(decode.address) as client, PrefillDecode(prefill.address, client) as pair:
             output = await (await pair.generate([*range(10)] * 4, max_new_tokens=4)).read()
-        assert output.finished is not None and output.finished.usage.cached_tokens == 36  # it still works
+        assert output.finished is not None and output.finished.usage.cached_tokens == 39  # it still works
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ async def losses(folder: Path, count: int) -> None:
     for outputs in found:
         assert [each.token_ids for each in outputs] == [each.token_ids for each in alone]
     fetched = [each.finished.usage.cached_tokens for each in found[-1] if each.finished is not None]
-    assert fetched == [88] * STREAMS  # the last round had the prefill server again
+    assert fetched == [89] * STREAMS  # the last round had the prefill server again
 
 
 async def test_a_killed_prefill_server_ends_no_stream(tmp_path: Path) -> None:
