@@ -219,7 +219,7 @@ struct DeviceLayout {
 //   chunks  [expert rank][chunk]       u64 last operation whose rows of this chunk have returned
 struct BulkLayout {
   static constexpr uint32_t kMaxRanks = 8, kMaxLocalExperts = 1024;
-  static constexpr uint32_t kChunkRows = 4, kMaxChunks = 1 << 15;
+  static constexpr uint32_t kChunkRows = 2, kMaxChunks = 1 << 16;
   static constexpr uint32_t kMaxRows = kChunkRows * kMaxChunks;  // from one rank to another
   static constexpr uint64_t kUnit = 256;                         // of offsets and sizes in the heap
   uint64_t done, ready, counts, chunks, heap, total;             // offsets in the region; its size

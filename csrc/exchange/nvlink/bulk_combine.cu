@@ -49,6 +49,8 @@ __device__ __forceinline__ void await_chunk_before(uint32_t pieces) {
     await_pieces_written<16>();
   else if (pieces >= 8)
     await_pieces_written<8>();
+  else if (pieces >= 4)
+    await_pieces_written<4>();
   else
     await_pieces_written<kChunkRows>();
 }
