@@ -9,6 +9,7 @@ multiprocessors:
     dispatch    along known routes, FP8 rows with scales that are already cast, and BF16 rows
     combine     BF16 rows back, summed in float32
                 both with rows that leave by the copy engine (copy), or by stores of warps (store)
+    next only   dispatch and combine of BF16 rows where every token has one rank, the next one
     NCCL        all_to_all_single of the same rows, deduplicated, counts known
     call        dispatch and combine through DeepEP's API, per call with its host work
     pair LL     one dispatch and one combine of the low-latency kernels, with all multiprocessors; the combine
@@ -138,7 +139,7 @@ class Bench:
         forms = {"dispatch FP8": Rows(fp8, scales), "dispatch BF16": Rows(x)}
         row_bytes = {"dispatch FP8": args.hidden + scales.shape[1] * 4, "dispatch BF16": 2 * args.hidden}
         row_bytes["combine BF16"] = 2 * args.hidden
-        returned = torch.randn(report[0], args.hidden, device=device).to(torch.bfloat16)
+        returned = torch.randn(max(report[0], tokens), args.hidden, device=device).to(torch.bfloat16)
         for sms in args.sms:
             stores = {}
             for size in sorted(set(row_bytes.values())):
@@ -156,8 +157,24 @@ class Bench:
                 self.line(rate, stores[row_bytes["combine BF16"]])
                 self.check(x, (fp8, scales), (ids, weights), in_rank, plan, arrival)
         self.bulk.engine = True
+        if self.ranks > 1:
+            self.next_rank_only(x, returned)
         self.nccl(fp8, x, sent, plan, remote, tokens)
         self.low_latency(x, ids, weights, remote, tokens)
+
+    def next_rank_only(self, x: torch.Tensor, returned: torch.Tensor) -> None:
+        """Every token goes to the next rank and nowhere else, so nothing is copied on its own GPU."""
+        tokens, sms = x.shape[0], self.args.sms[0]
+        in_rank = torch.zeros(tokens, self.ranks, dtype=torch.bool, device=self.device)
+        in_rank[:, (self.rank + 1) % self.ranks] = True
+        experts = torch.zeros(self.args.experts, dtype=torch.int32, device=self.device)
+        plan, report = self.bulk.plan(Routing(in_rank, experts), report=True)
+        assert report is not None and report[0] == tokens
+        us = self.replay(self.dispatcher(Rows(x), plan, Arrival(tokens), sms))
+        size = x.numel() * x.itemsize
+        self.line(self.note("dispatch, next only", tokens, sms, us, size), 0.0)
+        us = self.replay(self.combiner(Returned(returned[:tokens].contiguous()), plan, sms))
+        self.line(self.note("combine, next only", tokens, sms, us, size), 0.0)
 
     def line(self, rate: Rate, stores: float) -> None:
         """Prints a rate beside that of plain stores."""
