@@ -16,6 +16,7 @@ from ep_server.errors import InternalError
 from ep_server.ranks import vote as vote_module
 from ep_server.ranks.vote import RECORD_BYTES, Verdict, Vote, Voter, tally
 from ep_server.scheduler import SchedulerLimits
+from ep_server.scheduler.prompt_budget import RanStep
 from tests.support.ranks.simulated_rank import SimulatedRank, make_request, stream_alone
 
 votes = st.builds(
@@ -147,6 +148,16 @@ def test_no_votes_are_an_error():
 
 
 # --- one rank's end ---
+
+
+def test_a_voter_knows_the_streams_of_the_other_ranks():
+    voters = [Voter() for _ in range(3)]
+    given = zip(voters, (0, 3, 4), (0, 0, 100), strict=True)
+    records = [v.cast(tokens=n + p, has_work=True, prompts=p, streams=n) for v, n, p in given]
+    verdicts = [voter.decide(records) for voter in voters]
+    assert [voter.elsewhere for voter in voters] == [7, 4, 3]
+    assert verdicts[0].ran(9, 0) == RanStep(ns=9, rows=104, singles=4, prompts=100)
+    assert verdicts[0].ran(9, 128).rows == 128
 
 
 def test_a_voter_counts_steps_and_keeps_the_last_number():
