@@ -19,6 +19,9 @@ from ep_server.scheduler.sequence import NEVER, ScheduledSequence
 
 AUTO_FACTOR = 1.85  # of the base time; 2 is what streams may notice, and predictions are a few percent off
 MARGIN = 0.95  # of a configured budget
+# Where the smallest steps with a prompt nearly fill the budget, as beside one stream, prompts would crawl.
+# Then the budget is this multiple of such a step.
+FULL, LEAST_FACTOR = 0.9, 1.5
 GROWTH = 1.25  # rows of a step against those of earlier ones: the model need not hold far beyond them
 LEAST_SHARE = 256  # of the largest step, which prompts get in any case
 BASE_WEIGHT, TOKEN_WEIGHT, PAIR_WEIGHT = 0.1, 0.4, 0.02  # of the latest step in each mean
@@ -89,6 +92,7 @@ class PromptBudget:
         self.limits = limits
         self._least = max(limits.block_size, limits.max_step_tokens // LEAST_SHARE)
         self._base: dict[int, float] = {}  # ns by size class of single tokens
+        self._smallest: dict[int, float] = {}  # the same of small steps with a prompt
         self._token = 0.0  # ns of a row at the size of the latest steps
         self._means: tuple[float, float, float, float] | None = None  # context, cost, context^2, product
         self._recent = 0.0  # prompt rows beside streams, lately
@@ -101,11 +105,12 @@ class PromptBudget:
         if not step.singles:
             return
         if not step.prompts:
-            key = _size_class(step.singles)
-            known = self._base.get(key)
-            self._base[key] = step.ns if known is None else _mean(known, step.ns, BASE_WEIGHT)
+            _learn(self._base, step.singles, step.ns)
             return
-        base = self.base(step.singles)
+        small = max([step.singles + self._least, *self.limits.step_sizes[:1]])
+        if step.rows <= small:  # without what its context costs
+            _learn(self._smallest, step.singles, step.ns - self._pair * _pairs(batch))
+        base = _nearest(self._base, step.singles)
         if base is None:
             return
         rows = max(step.rows - step.singles, 1)
@@ -114,13 +119,6 @@ class PromptBudget:
             cost = min(cost, OUTLIER * (self._token + self._pair * context) + base / rows)
         self._learn(cost, context)
         self._recent = max(rows, 0.9 * self._recent)
-
-    def base(self, singles: int) -> float | None:
-        """ns of a step of so many single tokens; None before any was measured."""
-        if not self._base:
-            return None
-        wanted = _size_class(singles)
-        return self._base[min(self._base, key=lambda key: (abs(key - wanted), key))]
 
     def room(
         self,
@@ -151,11 +149,14 @@ class PromptBudget:
 
     def _beside_streams(self, singles: int) -> Room:
         left, asked = self.limits.max_step_tokens - singles, self.limits.itl_budget_ns
-        least, base = min(left, self._least), self.base(max(singles, 1))
+        least, base = min(left, self._least), _nearest(self._base, max(singles, 1))
         most = min(left, max(least, self._grown(singles)))
         if self._means is None or base is None:
             return Room(most)
-        spare = (AUTO_FACTOR - 1) * base if asked == AUTO_BUDGET else MARGIN * asked - base
+        spare = MARGIN * asked - base
+        if asked == AUTO_BUDGET:
+            whole, smallest = AUTO_FACTOR * base, _nearest(self._smallest, max(singles, 1)) or 0.0
+            spare = (whole if smallest < FULL * whole else LEAST_FACTOR * smallest) - base
         if spare < least * self._token:  # prompts must go on, however slowly
             return Room(least)
         return Room(most, spare, singles, self._token, self._pair, self.limits.step_sizes)
@@ -195,6 +196,18 @@ def _pairs(batch: StepBatch) -> float:
 
 def _mean(old: float, new: float, weight: float) -> float:
     return old + weight * (new - old)
+
+
+def _learn(table: dict[int, float], tokens: int, ns: float) -> None:
+    """Adds a step to the mean of its size."""
+    key = _size_class(tokens)
+    table[key] = _mean(table.get(key, ns), ns, BASE_WEIGHT)
+
+
+def _nearest(table: dict[int, float], tokens: int) -> float | None:
+    """The mean of the nearest size; None if there is none."""
+    wanted = _size_class(tokens)
+    return table[min(table, key=lambda key: (abs(key - wanted), key))] if table else None
 
 
 def _size_class(tokens: int) -> int:

@@ -16,7 +16,7 @@ from tests.support.ranks.simulated_rank import SimulatedRank, make_request, stre
 
 MS = 1_000_000
 STREAMS = 64
-SIZES = tuple(range(128, 4097, 128))
+SIZES = (128, 192, 256, 320, 448, 576, 768, 960, 1216, 1536, 1920, 2432, 3072, 3840, 4096)
 
 
 def limits_of(budget: int = AUTO_BUDGET, **changes) -> SchedulerLimits:
@@ -38,16 +38,21 @@ def sequence(number: int, since: int = 1) -> ScheduledSequence:
     return seq
 
 
-def chunk(start: int, count: int) -> StepBatch:
+def chunk(start: int, count: int, singles: int = STREAMS) -> StepBatch:
     """The streams, and a chunk of a prompt if count is not 0."""
-    singles = [SeqSlice(number, 500, (0,), (), True) for number in range(STREAMS)]
+    each = [SeqSlice(number, 500, (0,), (), True) for number in range(singles)]
     piece = [SeqSlice(99, start, range(count), (), False)] if count else []
-    return StepBatch((*singles, *piece), STREAMS + count)
+    return StepBatch((*each, *piece), singles + count)
 
 
 def gpu(rows: int, pairs: float) -> float:
     """ns of a step where weights are read in 13 ms, and beyond 300 rows products take longer than that."""
     return (13 + max(0.0, 0.01 * (rows - 300))) * MS + 1.3 * pairs
+
+
+def gpu_of_experts(rows: int, pairs: float) -> float:
+    """ns of a step where one token reads few weights and 64 read all."""
+    return gpu(rows, pairs) - 10 * MS * (1 - min(rows, 64) / 64)
 
 
 def cpu(rows: int, pairs: float) -> float:
@@ -56,25 +61,27 @@ def cpu(rows: int, pairs: float) -> float:
 
 
 def prompt_beside_streams(
-    budget: PromptBudget, length: int, time: Callable[[int, float], float]
+    budget: PromptBudget, length: int, time: Callable[[int, float], float], singles: int = STREAMS
 ) -> list[tuple[int, float]]:
     """(tokens, ns) of the steps of one prompt beside the streams; times vary by 2 %."""
     steps, at, noises, sizes = [], 0, cycle((1.0, 1.02, 0.98, 1.01, 0.99)), budget.limits.step_sizes
     while at < length:
-        _, room = budget.room(streams(STREAMS), sequence(99), 1, 0)
+        _, room = budget.room(streams(singles), sequence(99), 1, 0)
         count = min(room.fit(at), length - at)
-        rows = next((size for size in sizes if size >= STREAMS + count), STREAMS + count)
+        rows = next((size for size in sizes if size >= singles + count), singles + count)
         took = time(rows, count * (at + count / 2)) * next(noises)
-        budget.ran(RanStep(int(took), rows, STREAMS, count), chunk(at, count))
+        budget.ran(RanStep(int(took), rows, singles, count), chunk(at, count, singles))
         steps.append((count, took))
         at += count
     return steps
 
 
-def learned(limits: SchedulerLimits, time: Callable[[int, float], float]) -> PromptBudget:
+def learned(
+    limits: SchedulerLimits, time: Callable[[int, float], float], singles: int = STREAMS
+) -> PromptBudget:
     budget = PromptBudget(limits)
     for _ in range(20):
-        budget.ran(RanStep(int(time(STREAMS, 0)), STREAMS, STREAMS, 0), chunk(0, 0))
+        budget.ran(RanStep(int(time(singles, 0)), singles, singles, 0), chunk(0, 0, singles))
     return budget
 
 
@@ -101,6 +108,16 @@ def test_a_configured_budget_is_kept():
 def test_prompts_go_on_where_streams_alone_exceed_it():
     budget = learned(limits_of(1 * MS), gpu)
     assert {count for count, _ in prompt_beside_streams(budget, 640, gpu)} == {16}
+
+
+@pytest.mark.parametrize(("sizes", "counts"), [((), (130, 130, 130)), (SIZES, (20, 12, 12))])
+def test_a_prompt_beside_one_stream_does_not_crawl(sizes, counts):
+    """Its smallest step takes four times as long as one of the stream alone."""
+    budget = learned(limits_of(step_sizes=sizes), gpu_of_experts, singles=1)
+    for most in counts:
+        steps = prompt_beside_streams(budget, 4000, gpu_of_experts, singles=1)
+        assert len(steps) <= most
+        assert max(took for _, took in steps) <= 1.7 * gpu_of_experts(64, 0)
 
 
 def test_few_prompts_leave_the_model_careful():
