@@ -100,10 +100,7 @@ OF_HOST_TIER = {"host_blocks_total", "host_blocks_used", "prefix_host_hits"}  # 
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "run_steps": ("steps", "Steps that this rank took part in."),
     "idle_steps": ("idle_steps", "Steps that this rank took part in without a token of its own."),
-    "padded_tokens": (
-        "padded_tokens",
-        "Computed rows without a token, to fill captured steps. Always 0 on CPU ranks.",
-    ),
+    "padded_tokens": ("padded_tokens", "Rows without a token, to fill captured steps. 0 on CPU ranks."),
     "overlap_steps": ("overlap_steps", "Steps run as two micro-batches."),
     "graph_steps": ("graph_steps", "Steps replayed from a captured graph."),
     "kernels_compiled": ("kernels_compiled", "Kernels compiled during traffic, each while a step waited."),
