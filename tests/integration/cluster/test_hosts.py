@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
+from tests.support.cluster.asking import asked
 from tests.support.cluster.nodes import WAIT, Nodes, nodes
 from tests.support.fabric.fabric_ends import needs
 from tests.support.models.checkpoints import CASES, Case
@@ -31,49 +29,6 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip(why)
     with Hosts(2) as made:
         yield made
-
-
-class Asked:
-    """Requests on their way from a process in the namespace of a node."""
-
-    def __init__(self, inner: asyncio.subprocess.Process) -> None:
-        self._inner = inner
-
-    async def began(self) -> None:
-        """Until a token of each has come."""
-        assert self._inner.stderr is not None
-        async with asyncio.timeout(WAIT):
-            while (line := await self._inner.stderr.readline()) != b"began\n":
-                assert line
-
-    async def answers(self) -> list[tuple[list[int], int, str]]:
-        """In the order of the requests: token ids, rank, how the stream ended."""
-        assert self._inner.stdout is not None
-        async with asyncio.timeout(WAIT):
-            answers = json.loads(await self._inner.stdout.read())
-            await self._inner.wait()
-        return [(tokens, rank, end) for tokens, rank, end in answers]
-
-
-@asynccontextmanager
-async def asked(made: Nodes, node: int, requests: list[dict[str, Any]]) -> AsyncIterator[Asked]:
-    """node: whose port is asked, from its own namespace."""
-    pipe = asyncio.subprocess.PIPE
-    inner = await asyncio.create_subprocess_exec(
-        *(*made.prefix(node), sys.executable, "-m", "tests.support.cluster.ask_server"),
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-    )
-    try:
-        assert inner.stdin is not None
-        inner.stdin.write(json.dumps({"address": made.started[node].address, "requests": requests}).encode())
-        inner.stdin.close()
-        yield Asked(inner)
-    finally:
-        if inner.returncode is None:
-            inner.kill()
-            await inner.wait()
 
 
 async def ask(made: Nodes, node: int, requests: list[dict[str, Any]]) -> list[tuple[list[int], int, str]]:

@@ -19,6 +19,14 @@ import psutil
 import pytest
 from grpc import aio
 
+from ep_server.cli.app import assemble
+from ep_server.cluster.cluster_ranks import ClusterRanks
+from ep_server.cluster.discovery import find_place, this_host
+from ep_server.config import Config
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
+from ep_server.v1 import control_pb2
+from tests.support.cluster.asking import asked
 from tests.support.cluster.nodes import DEMO_MODEL, Node, Nodes, nodes
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import Code
@@ -40,6 +48,7 @@ ASKED: list[dict[str, Any]] = [
     {"prompt": "5+6=", "temperature": 2.0, "seed": 4, "stop_strings": ["77"], "min_new_tokens": 200},
     {"prompt": "9+1=", "temperature": 1.5, "seed": 5, "output_logprobs": True, "top_n": 2},
 ]
+CUT = [{"prompt": f"{n}+{7 * n + 3}=", "ignore_eos": True} for n in (4, 17, 30)]
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +125,7 @@ class Cluster:
 
     async def back(self, node: int) -> None:
         """Starts a node again, until all nodes serve."""
-        self.nodes[node] = await self.made.start(node, *OPTIONS)
+        self.nodes[node] = await self.made.start(node)
         await self.nodes[node].serving(WAIT)
         await self.live(len(self.nodes))
 
@@ -216,7 +225,7 @@ async def test_two_nodes_are_lost_one_after_the_other(pause: float) -> None:
         assert await streams.outputs() == served.expected
         await served.live(1)
         streams = ask(served.client)
-        served.nodes[1:] = [await served.made.start(node, *OPTIONS) for node in (1, 2)]
+        served.nodes[1:] = [await served.made.start(node) for node in (1, 2)]
         assert await streams.outputs() == served.expected
         await served.live(3)
 
@@ -228,7 +237,7 @@ async def test_a_node_returns_while_a_rank_is_lost() -> None:
         await served.live(2)
         streams = ask(served.client)
         await streams.begun()
-        served.nodes[2] = await served.made.start(2, *OPTIONS)
+        served.nodes[2] = await served.made.start(2)
         await served.until(lambda: served.times("node 2 is back: preparing"))
         served.nodes[0].ranks[-1].kill()  # one that is prepared, on standby or in service
         (await served.rank(1)).kill()
@@ -243,7 +252,7 @@ async def test_a_returning_node_is_lost_while_it_is_prepared() -> None:
         await served.live(1)
         streams = ask(served.client)
         await streams.begun()
-        served.nodes[1] = await served.made.start(1, *OPTIONS)
+        served.nodes[1] = await served.made.start(1)
         await served.until(lambda: served.times("node 1 is back: preparing"))
         served.nodes[1].signal(signal.SIGKILL)
         assert await streams.outputs() == served.expected
@@ -257,7 +266,7 @@ async def test_a_node_that_flaps_stays_out() -> None:
         for _ in range(2):
             served.nodes[1].signal(signal.SIGKILL)
             await served.live(1)
-            served.nodes[1] = await served.made.start(1, *OPTIONS, "--cluster-connect-seconds", "5")
+            served.nodes[1] = await served.made.start(1, "--cluster-connect-seconds", "5")
             if not served.times("stays out"):
                 await served.until(lambda: served.times("node 1 is back") or served.times("stays out"))
         assert await served.nodes[1].end() == 1
@@ -280,7 +289,7 @@ async def test_a_node_that_cannot_return_disturbs_nobody(options: tuple[str, ...
         await served.live(1)
         streams = ask(served.client)
         await streams.begun()
-        bad = await served.made.start(1, *OPTIONS, *options)
+        bad = await served.made.start(1, *options)
         assert await bad.end() == 1
         assert any(message in line for line in (*bad.text, *bad.lines))
         assert await streams.outputs() == served.expected
@@ -328,3 +337,100 @@ async def test_streams_at_nodes_that_leave_end_well() -> None:
         await served.live(1)
         served.nodes[0].signal(signal.SIGTERM)
         assert await served.nodes[0].end() == 0
+
+
+@pytest.mark.slow
+async def test_a_node_cut_off_is_left_behind_and_ends() -> None:
+    if why := namespaces.missing():
+        pytest.skip(why)
+    quick = ("--cluster-silent-seconds", "3")
+    with Hosts(2) as hosts:
+        async with nodes(hosts=hosts, options=(*OPTIONS, *quick)) as made:
+            both = [await made.start(node) for node in range(2)]
+            for node in both:
+                await node.serving(WAIT)
+            undisturbed = [{"temperature": 0.0, "max_new_tokens": 400, "timeout": WAIT, **one} for one in CUT]
+            async with asked(made, 0, undisturbed) as first:
+                expected = [tokens for tokens, _, _ in await first.answers()]
+            async with asked(made, 0, undisturbed) as second:
+                await second.began()
+                hosts.cut(1)
+                assert [(tokens, end) for tokens, _, end in await second.answers()] == [
+                    (tokens, "OK") for tokens in expected
+                ]
+            assert both[0].said("rank 1 was lost: ")
+            assert await both[1].end() == 1
+            hosts.mend(1)
+            again = await made.start(1)
+            await again.serving(WAIT)
+            async with asked(made, 0, undisturbed) as third:
+                assert [tokens for tokens, _, _ in await third.answers()] == expected
+
+
+@pytest.mark.slow
+async def test_ranks_that_start_again_have_the_weights_in_force(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "new")
+    async with cluster(2, "--model-updates", str(tmp_path)) as served:
+        request = control_pb2.UpdateWeightsRequest(path=str(tmp_path / "new"))
+        await served.client.control.UpdateWeights(request, timeout=WAIT)
+        streams = ask(served.client)
+        await streams.begun()
+        served.nodes[1].signal(signal.SIGKILL)
+        assert await streams.outputs() == served.expected
+        await served.live(1)
+        streams = ask(served.client)
+        await served.back(1)
+        assert await streams.outputs() == served.expected
+        versions = {
+            event.tokens.weights_version
+            for events in streams.events
+            for event in events
+            if event.WhichOneof("event") == "tokens"
+        }
+        assert versions == {1}
+
+
+@pytest.mark.slow
+async def test_ranks_regroup_in_place_where_two_groups_have_no_room() -> None:
+    """As on GPUs: the ranks that serve end before the next ones start."""
+    async with nodes(options=OPTIONS) as made:
+        values = {
+            "model.path": str(DEMO_MODEL),
+            "model.dtype": "float32",
+            "cluster.nodes": 2,
+            "cluster.node_rank": 0,
+            "cluster.rendezvous": made.rendezvous,
+            "exchange.reduction": "source",
+            "exchange.timeout_seconds": 30,
+            "fabric.address": "127.0.0.1",
+            "grpc.port": 0,
+            "metrics.enabled": False,
+            "parallel.threads_per_rank": 1,
+            "resilience.max_losses": 100,
+            "resilience.standby": 2,
+            "scheduler.kv_blocks": 256,
+        }
+        config = Config.from_values(values)
+        place = find_place(config.cluster, this_host())
+        other = await made.start(1)
+        async with assemble(config, place=place) as app:
+            ranks = app.server.engine._ranks
+            assert isinstance(ranks, ClusterRanks)
+            ranks._beside = False
+            await app.server.start(lambda *_: None)
+            try:
+                async with RawClient(app.server.address) as client:
+                    expected = await ask(client).outputs()
+                    streams = ask(client)
+                    await streams.begun()
+                    other.signal(signal.SIGTERM)
+                    assert await streams.outputs() == expected
+                    assert await other.end() == 0
+                    streams = ask(client)
+                    await streams.begun()
+                    await (await made.start(1)).serving(WAIT)
+                    assert await streams.outputs() == expected
+                    app.server.engine.check_integrity()
+            finally:
+                await app.server.drain()
+                await app.server.stop()
