@@ -31,7 +31,7 @@ class RemoteRank:
         self.rank = rank
         self.pid = 0
         self.returncode: int | None = None
-        self.exited = asyncio.Event()
+        self.exited = self.ended = asyncio.Event()
         self._link = link
         self._group = group
 

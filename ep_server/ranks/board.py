@@ -26,14 +26,13 @@ class Timing:
 class Board:
     """What the launcher knows of its processes.
 
-    signs: of a loss, not handled yet. closed: ranks whose channel has been read to its end.
-    heard: set by every message and sign. work_number: the last one. watching: see Ranks.watch_cache().
+    signs: of a loss, not handled yet. heard: set by every message and sign. work_number: the last one.
+    watching: see Ranks.watch_cache().
     """
 
     processes: dict[int, Rank] = field(default_factory=dict)
     ready: dict[int, RankReady] = field(default_factory=dict)
     signs: list[Sign] = field(default_factory=list)
-    closed: set[int] = field(default_factory=set)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     work_number: int = 0
     watching: bool = False

@@ -196,9 +196,8 @@ class Generations:
         self._ending |= set(ranks)
         for process in old:
             process.signal(signal.SIGKILL)
-        closed = self._board.closed
         await self._board.until(
-            lambda: all(process.exited.is_set() and process.rank in closed for process in old),
+            lambda: all(process.ended.is_set() for process in old),
             self._timing.kill,
             "the process of a lost one ends",
         )
@@ -206,8 +205,8 @@ class Generations:
             process.close()
             self._board.processes.pop(process.rank, None)
             self._board.ready.pop(process.rank, None)
-        for ranks_with in (self._ending, self._joining, closed):
-            ranks_with.difference_update(ranks)
+        self._ending.difference_update(ranks)
+        self._joining.difference_update(ranks)
 
     async def _start(self, ranks: Collection[int]) -> None:
         """Starts processes that load, and take part from a Regroup on. Raises: OSError."""

@@ -43,6 +43,7 @@ class Rank(Protocol):
     """A started rank, wherever it runs. As RankProcess; pid is its own host's."""
 
     exited: asyncio.Event
+    ended: asyncio.Event
 
     @property
     def rank(self) -> int:

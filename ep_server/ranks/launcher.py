@@ -308,7 +308,6 @@ class RankProcesses:
         self._send_all(pb.ToRank(connect=connect))
 
     def _on_closed(self, rank: int, reason: str) -> None:
-        self._board.closed.add(rank)
         self._note(Kind.CLOSED, rank, reason)
 
     def _on_exit(self, rank: int, code: int) -> None:
