@@ -101,9 +101,7 @@ async def lose_ranks(asked: argparse.Namespace) -> int:
                     f"p99 {gaps[len(gaps) * 99 // 100]:.2f} s, most {gaps[-1]:.2f} s"
                 )
     failed = [each for each in answers if not isinstance(each, Answer)]
-    print(
-        f"{len(whole)} streams of {asked.new_tokens} tokens, {len(short)} of another length, {len(failed)} failed"
-    )
+    print(f"{len(whole)} streams to the end, {len(short)} of another length, {len(failed)} failed")
     for error in failed[:3]:
         print(f"  {error}")
     return len(failed) + len(short)
