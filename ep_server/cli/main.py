@@ -10,7 +10,7 @@ import typer
 
 import ep_server
 from ep_server import logs
-from ep_server.cli import config, diagnose, generate, health, inspect, scale, serve
+from ep_server.cli import config, diagnose, generate, health, inspect, placement, scale, serve
 from ep_server.cli.bench import command as bench
 from ep_server.cli.chaos import command as chaos
 from ep_server.cli.demo import run as demo
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (serve, generate, health, inspect, scale, diagnose, config, demo, chaos):
+for command in (serve, generate, health, inspect, placement, scale, diagnose, config, demo, chaos):
     app.command(command.NAME)(command.command)
 app.add_typer(bench.app, name="bench")
 

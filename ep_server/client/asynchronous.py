@@ -189,6 +189,10 @@ class AsyncClient:
         """State of the expert-parallel group."""
         return await self._control(control_pb2.GetEpStateResponse)
 
+    async def placement(self) -> control_pb2.GetPlacementResponse:
+        """Where experts are, and what they serve."""
+        return await self._control(control_pb2.GetPlacementResponse)
+
     async def diagnostics(self) -> control_pb2.GetDiagnosticsResponse:
         """Configuration, versions and the last steps of every rank."""
         return await self._control(control_pb2.GetDiagnosticsResponse)

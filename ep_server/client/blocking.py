@@ -169,6 +169,10 @@ class Client:
         """State of the expert-parallel group."""
         return self._control(control_pb2.GetEpStateResponse)
 
+    def placement(self) -> control_pb2.GetPlacementResponse:
+        """Where experts are, and what they serve."""
+        return self._control(control_pb2.GetPlacementResponse)
+
     def diagnostics(self) -> control_pb2.GetDiagnosticsResponse:
         """Configuration, versions and the last steps of every rank."""
         return self._control(control_pb2.GetDiagnosticsResponse)

@@ -297,6 +297,11 @@ class ResilienceConfig:
         low=0,
         high=4096,
     )
+    placement: str = option(
+        "",
+        "File with the placement of experts at the start, as ep-server placement --export writes it. "
+        "Empty: in order.",
+    )
     balance: str = option(
         "off",
         "auto: measure which experts get many tokens, and move and replicate experts while the ranks serve, "

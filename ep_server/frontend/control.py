@@ -193,6 +193,25 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             expert_balance=_balance(statistics),
         )
 
+    async def GetPlacement(self, request: Any, context: Any) -> Any:
+        """Where experts are. Raises: Unavailable before warm-up ends."""
+        if self._engine.state is EngineState.STARTING:
+            raise Unavailable("the server is starting: its ranks are loading weights")
+        balancer = self._engine.balancer
+        placement, rows = balancer.placement, balancer.rows
+        if placement is None:
+            return control_pb2.GetPlacementResponse(num_experts=self._model.num_experts)
+        layers = [
+            control_pb2.LayerSlots(experts=experts, serves=map(int, serves), rows=rows[n] if rows else ())
+            for n, (experts, serves) in enumerate(zip(placement.experts, placement.serves, strict=True))
+        ]
+        return control_pb2.GetPlacementResponse(
+            num_experts=placement.num_experts,
+            slots_per_rank=placement.slots_per_rank,
+            live=balancer.live,
+            layers=layers,
+        )
+
     async def GetDiagnostics(self, request: Any, context: Any) -> Any:
         """Configuration, versions and the last steps of every rank."""
         reported = self._engine.rank_statistics

@@ -5,13 +5,18 @@ Slots are the physical experts of the exchange: slot p belongs to rank p // slot
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ep_server.config import Config
+from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.models.families import ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.sizes import serving_dtype
 from ep_server.scheduler.placement import Placement, first_placement, slots_lacking, slots_needed
+from ep_server.scheduler.placement_file import placement_from
 
 
 def num_ranks(config: Config) -> int:
@@ -86,10 +91,34 @@ def placement_at_start(config: Config, spec: ModelSpec) -> Placement | None:
     """The experts in the slots of the ranks that start; None where experts stay where they are.
 
     GPU ranks hold spare copies from the start, so that the survivors of a loss read as little as possible.
+    Raises: ConfigError for a placement file that does not fit.
     """
     per = slots_per_rank(config, spec)
+    if not per and config.resilience.placement:
+        allowed = "empty without spare slots (resilience.spare_slots), as experts stay where they are"
+        raise ConfigError("resilience.placement", config.resilience.placement, allowed)
     if not per:
         return None
     live = range(num_ranks(config))
     placed = first_placement(spec.num_layers, spec.router.num_experts, per, live, most_ranks(config))
+    if config.resilience.placement:
+        return read_placement(config.resilience.placement, placed, live)
     return placed.with_copies(live) if config.parallel.device == "cuda" else placed
+
+
+def read_placement(path: str, like: Placement, live: Collection[int]) -> Placement:
+    """The placement in a file. like: one of the same sizes. live: ranks that must serve every expert.
+
+    Raises: ConfigError, which names the file and what is wrong in it.
+    """
+    option = "resilience.placement"
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(option, path, f"a readable file: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(option, path, f"JSON: {error}") from error
+    try:
+        return placement_from(values, like, live)
+    except InvalidArgument as error:
+        raise ConfigError(option, path, f"a placement of this model and group: {error}") from error

@@ -254,6 +254,32 @@ class ExpertBalance(_message.Message):
     expert_tokens: _containers.ScalarMap[int, int]
     def __init__(self, rank_balance: _Optional[float] = ..., expert_balance: _Optional[float] = ..., expert_tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
+class GetPlacementRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPlacementResponse(_message.Message):
+    __slots__ = ("num_experts", "slots_per_rank", "live", "layers")
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_PER_RANK_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    num_experts: int
+    slots_per_rank: int
+    live: _containers.RepeatedScalarFieldContainer[int]
+    layers: _containers.RepeatedCompositeFieldContainer[LayerSlots]
+    def __init__(self, num_experts: _Optional[int] = ..., slots_per_rank: _Optional[int] = ..., live: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[LayerSlots, _Mapping]]] = ...) -> None: ...
+
+class LayerSlots(_message.Message):
+    __slots__ = ("experts", "serves", "rows")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SERVES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    serves: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, experts: _Optional[_Iterable[int]] = ..., serves: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class GetDiagnosticsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -54,6 +54,11 @@ class ControlStub:
                 request_serializer=ep__server_dot_v1_dot_control__pb2.GetEpStateRequest.SerializeToString,
                 response_deserializer=ep__server_dot_v1_dot_control__pb2.GetEpStateResponse.FromString,
                 _registered_method=True)
+        self.GetPlacement = channel.unary_unary(
+                '/ep_server.v1.Control/GetPlacement',
+                request_serializer=ep__server_dot_v1_dot_control__pb2.GetPlacementRequest.SerializeToString,
+                response_deserializer=ep__server_dot_v1_dot_control__pb2.GetPlacementResponse.FromString,
+                _registered_method=True)
         self.GetDiagnostics = channel.unary_unary(
                 '/ep_server.v1.Control/GetDiagnostics',
                 request_serializer=ep__server_dot_v1_dot_control__pb2.GetDiagnosticsRequest.SerializeToString,
@@ -102,6 +107,13 @@ class ControlServicer:
 
     def GetEpState(self, request, context):
         """State of the expert-parallel group: ranks, latencies of dispatch and combine, the wait matrix, expert balance.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPlacement(self, request, context):
+        """The expert in each slot of every rank, which slots serve, and the rows of experts that were counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +172,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetEpState,
                     request_deserializer=ep__server_dot_v1_dot_control__pb2.GetEpStateRequest.FromString,
                     response_serializer=ep__server_dot_v1_dot_control__pb2.GetEpStateResponse.SerializeToString,
+            ),
+            'GetPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlacement,
+                    request_deserializer=ep__server_dot_v1_dot_control__pb2.GetPlacementRequest.FromString,
+                    response_serializer=ep__server_dot_v1_dot_control__pb2.GetPlacementResponse.SerializeToString,
             ),
             'GetDiagnostics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDiagnostics,
@@ -290,6 +307,33 @@ class Control:
             '/ep_server.v1.Control/GetEpState',
             ep__server_dot_v1_dot_control__pb2.GetEpStateRequest.SerializeToString,
             ep__server_dot_v1_dot_control__pb2.GetEpStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_server.v1.Control/GetPlacement',
+            ep__server_dot_v1_dot_control__pb2.GetPlacementRequest.SerializeToString,
+            ep__server_dot_v1_dot_control__pb2.GetPlacementResponse.FromString,
             options,
             channel_credentials,
             insecure,

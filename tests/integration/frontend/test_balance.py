@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -77,7 +80,8 @@ async def tokens(client: RawClient) -> list[list[int]]:
 
 
 @pytest.mark.asyncio
-async def test_streams_across_moves_keep_their_tokens() -> None:
+async def test_streams_across_moves_keep_their_tokens(tmp_path: Path) -> None:
+    """And another server starts with the placement that was reached."""
     async with serving(Moves()) as (server, client):
         expected = await tokens(client)
         assert server.engine.balancer.rows == []
@@ -101,6 +105,18 @@ async def test_streams_across_moves_keep_their_tokens() -> None:
         assert sum(after) < sum(before)
         assert max(worst for _, worst in heard.imbalances) > 1.03
         assert heard.lost == []
+        file = tmp_path / "placement.json"
+        target = ["--address", server.address]
+        shown = await asyncio.to_thread(run_command, "placement", "--export", str(file), *target)
+        assert "16 experts in 8 slots on each of ranks 0, 1, 2" in shown
+    async with serving(Moves(), **{"resilience.placement": str(file)}) as (server, client):
+        assert server.engine.balancer.placement == now
+        assert await tokens(client) == expected
+
+
+def run_command(*arguments: str) -> str:
+    line = [sys.executable, "-m", "ep_server", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=WAIT).stdout
 
 
 @pytest.mark.slow
