@@ -50,6 +50,8 @@ def test_spare_slots_need_ranks_that_outlive_a_loss(tiny: Tiny) -> None:
         config = rank_config(tiny.path, 2, resilience__spare_slots="1", **fields)
         with pytest.raises(ConfigError, match=r"resilience\.spare_slots"):
             plan_group(config)
+    with pytest.raises(ConfigError, match=r"resilience\.placement = 'f': must be empty without spare slots"):
+        plan_group(rank_config(tiny.path, 2, resilience__spare_slots="0", resilience__placement="f"))
     with pytest.raises(ConfigError, match="max_ranks"):
         rank_config(tiny.path, 2, parallel__max_ranks=1)
 

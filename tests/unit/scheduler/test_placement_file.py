@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ep_server.config import Config
 from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.ranks.slots import read_placement
 from ep_server.records import EMPTY
@@ -79,6 +78,3 @@ def test_errors_of_a_file_name_the_option(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="a readable file: No such file"):
         read_placement(str(tmp_path / "none"), LIKE, (0, 1))
 
-
-def test_a_placement_file_needs_spare_slots() -> None:
-    assert Config.from_values({"model.path": "m", "resilience.placement": "f"}).resilience.placement == "f"
