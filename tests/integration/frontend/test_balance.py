@@ -21,7 +21,7 @@ from ep_server.scheduler.balance import imbalance, rank_rows
 from tests.support.frontend import Recorder
 from tests.support.raw_client import RawClient
 
-RANKS, STREAMS, NEW, WAIT = 3, 6, 64, 300.0
+RANKS, STREAMS, NEW, WAIT = 3, 4, 40, 300.0
 PROMPT = [1, 5, 3, 7, 2, 9, 4, 6]
 
 

@@ -184,3 +184,17 @@ def test_draws_are_even_and_of_their_token_alone() -> None:
     ):
         same = (other.sort(dim=1).values == ids.sort(dim=1).values).all(dim=1).float().mean().item()
         assert same == pytest.approx(1 / math.comb(6, 3), abs=0.01)
+
+
+def test_zipf_draws_popular_experts_more_often() -> None:
+    """The first of a draw's experts comes by weight; the others follow without it."""
+    router = RouterSpec(num_experts=6, top_k=2)
+    routing = UniformRouting(router, seed=9, exponent=1.0)
+    tokens = routing.identify(torch.arange(1, 20_001), torch.zeros(20_000, dtype=torch.int64))
+    weights = [1 / n for n in range(1, 7)]
+    for layer in (0, 1):
+        ids = routing.draw(tokens, layer)
+        assert ids.sort(dim=1).values.diff(dim=1).min() > 0
+        popular = [(place - 31 * layer) % 6 for place in range(6)]  # the layer's experts, most popular first
+        found = torch.bincount(ids[:, 0], minlength=6)[popular] / len(tokens)
+        assert found.tolist() == pytest.approx([w / sum(weights) for w in weights], abs=0.015)

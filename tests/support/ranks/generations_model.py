@@ -209,7 +209,8 @@ class Model:
             return
         after = front._replace(faults=front.faults + 1)
         for number, rank in enumerate(ranks):
-            if rank.status == RUNNING and sum(one.status == RUNNING for one in ranks) > 1:
+            others = [each for each in front.live if each != number and ranks[each].status == RUNNING]
+            if rank.status == RUNNING and others:  # without any, all ranks start again
                 dead = _with(ranks, number, rank._replace(status=ENDED))
                 yield f"rank {number} dies", (after, dead), True
                 if self.bounds.suspects and number not in front.lost:

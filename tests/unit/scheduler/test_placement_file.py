@@ -77,4 +77,3 @@ def test_errors_of_a_file_name_the_option(tmp_path: Any) -> None:
             read_placement(str(file), LIKE, (0, 1))
     with pytest.raises(ConfigError, match="a readable file: No such file"):
         read_placement(str(tmp_path / "none"), LIKE, (0, 1))
-
