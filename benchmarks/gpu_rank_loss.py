@@ -47,6 +47,7 @@ def serve(asked: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
         "scheduler.max_queue": 4096,
         "grpc.max_streams": 4096,
         "resilience.max_losses": 1000,
+        "resilience.rank_losses": 0,
     }
     settings |= dict(text.split("=", 1) for text in asked.set)
     for name, value in settings.items():

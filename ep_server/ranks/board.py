@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ep_server.errors import StartupError
-from ep_server.ranks.hosts import Rank
+from ep_server.ranks.hosts import Rank, ended
 from ep_server.ranks.signs import Sign
 from ep_server.records import RankReady
 
@@ -26,16 +26,24 @@ class Timing:
 class Board:
     """What the launcher knows of its processes.
 
-    signs: of a loss, not handled yet. heard: set by every message and sign. work_number: the last one.
-    watching: see Ranks.watch_cache().
+    signs: of a loss, not handled yet. dying: processes that have ended, and may still hold memory.
+    heard: set by every message and sign. work_number: the last one. watching: see Ranks.watch_cache().
     """
 
     processes: dict[int, Rank] = field(default_factory=dict)
     ready: dict[int, RankReady] = field(default_factory=dict)
     signs: list[Sign] = field(default_factory=list)
+    dying: list[Rank] = field(default_factory=list)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     work_number: int = 0
     watching: bool = False
+
+    async def reap(self, seconds: float) -> None:
+        """Waits until no process that has ended holds memory. Raises: StartupError after so many seconds."""
+        await ended(self.dying, seconds)
+        self.dying = [process for process in self.dying if not process.exited.is_set()]
+        if self.dying:
+            raise StartupError(f"the process of rank {self.dying[0].rank} does not end")
 
     async def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Raises: StartupError after so many seconds without a message of any rank."""

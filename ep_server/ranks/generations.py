@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ep_server.errors import EpServerError, StartupError, Unavailable
 from ep_server.orders import DropChange, OrderDone, PrepareGeneration, RankOrder, SwitchChange
@@ -50,6 +51,8 @@ class Generations:
         self._listener, self._timing, self._losses = listener, timing, LossCount(rank_losses)
         self.live = frozenset(board.processes)
         self.placement = replacing.plan.placement
+        copies = self.placement is not None and self.placement.has_copies
+        self._joined = partial(next_placement, spread=True, copies=copies)
         self.generation = 0
         self.wanted = self.live
         self.out: dict[int, str] = {}
@@ -191,7 +194,7 @@ class Generations:
         self._send(rank, pb.ToRank(regroup=order))
 
     async def _end(self, ranks: Collection[int]) -> None:
-        """Ends processes and reads their channels to the end."""
+        """Ends processes, which may still hold memory then, and reads their channels to the end."""
         old = [self._board.processes[rank] for rank in sorted(ranks) if rank in self._board.processes]
         self._ending |= set(ranks)
         for process in old:
@@ -203,6 +206,7 @@ class Generations:
         )
         for process in old:
             process.close()
+            self._board.dying.append(process)
             self._board.processes.pop(process.rank, None)
             self._board.ready.pop(process.rank, None)
         self._ending.difference_update(ranks)
@@ -210,12 +214,13 @@ class Generations:
 
     async def _start(self, ranks: Collection[int]) -> None:
         """Starts processes that load, and take part from a Regroup on. Raises: OSError."""
+        await self._board.reap(self._timing.kill)
         for rank in sorted(ranks):
             self._joining.add(rank)
             loads = self.placement
             live = self.live | set(ranks)
             if rank not in self.live and loads is not None:
-                loads = next_placement(loads, live, spread=True) or loads
+                loads = self._joined(loads, live) or loads
             made = await self._replacing.replace(rank, self._callbacks, sorted(live), loads)
             self._board.processes[rank] = made
 
@@ -272,7 +277,7 @@ class Generations:
             before, target = self.live, frozenset(live)
             if target == before:
                 return 0.0
-            placement = self.placement and next_placement(self.placement, target, spread=True)
+            placement = self.placement and self._joined(self.placement, target)
             if placement is None:
                 raise Unavailable(f"{len(target)} ranks have too few expert slots (resilience.spare_slots)")
             change = next(self._numbers)
@@ -395,3 +400,4 @@ class Generations:
         if self._returning is not None:
             self._returning.cancel()
             await asyncio.wait((self._returning,))
+        await ended(self._board.dying, self._timing.kill)

@@ -42,6 +42,7 @@ END_SECONDS = 10.0
 class Rank(Protocol):
     """A started rank, wherever it runs. As RankProcess; pid is its own host's."""
 
+    ended: asyncio.Event
     exited: asyncio.Event
     ended: asyncio.Event
 

@@ -139,6 +139,15 @@ class Placement:
             table.append(tuple(turns[(source + way) % len(turns)] for way in range(ways)))
         return tuple(table)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether a slot holds an expert that it does not serve."""
+        return any(
+            expert != EMPTY and not part
+            for held, serves in zip(self.experts, self.serves, strict=True)
+            for expert, part in zip(held, serves, strict=True)
+        )
+
     def with_copies(self, live: Sequence[int]) -> Placement:
         """Fills the empty slots of these ranks with spare copies: first of what the next rank serves."""
         experts = tuple(self._copied(layer, live) for layer in range(len(self.experts)))

@@ -8,7 +8,9 @@ from ep_server.records import EMPTY
 from ep_server.scheduler.placement import Placement
 
 
-def next_placement(now: Placement, live: Collection[int], *, spread: bool = False) -> Placement | None:
+def next_placement(
+    now: Placement, live: Collection[int], *, spread: bool = False, copies: bool = False
+) -> Placement | None:
     """The experts on other live ranks, with few of them read.
 
     Spare copies of live ranks begin to serve first. What is missing then goes to the live ranks that serve
@@ -18,6 +20,7 @@ def next_placement(now: Placement, live: Collection[int], *, spread: bool = Fals
     Args:
         spread: also move experts from the ranks that serve the most to those that serve the fewest, for ranks
             that have joined.
+        copies: fill empty slots with spare copies.
     Returns: None if the live ranks have too few slots.
     """
     layers = []
@@ -28,12 +31,13 @@ def next_placement(now: Placement, live: Collection[int], *, spread: bool = Fals
         if spread:
             moved.spread()
         layers.append(moved)
-    return Placement(
+    made = Placement(
         now.num_experts,
         now.slots_per_rank,
         tuple(tuple(layer.held) for layer in layers),
         tuple(tuple(layer.serves) for layer in layers),
     )
+    return made.with_copies(sorted(live)) if copies else made
 
 
 class _Layer:
