@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 
 from ep_server.errors import EpServerError, StartupError, Unavailable
 from ep_server.orders import DropChange, OrderDone, PrepareGeneration, RankOrder, SwitchChange
@@ -24,7 +23,7 @@ from ep_server.ranks.order_messages import order_message
 from ep_server.ranks.process import RankCallbacks
 from ep_server.ranks.protocol import GroupState, RankListener, Restarted
 from ep_server.ranks.signs import LossCount, Sign, loss_cause, lost_ranks
-from ep_server.scheduler.placement import Placement
+from ep_server.scheduler.placement import Placement, has_copies
 from ep_server.scheduler.regroup import next_placement
 from ep_server.v1 import rank_pb2 as pb
 
@@ -51,8 +50,7 @@ class Generations:
         self._listener, self._timing, self._losses = listener, timing, LossCount(rank_losses)
         self.live = frozenset(board.processes)
         self.placement = replacing.plan.placement
-        copies = self.placement is not None and self.placement.has_copies
-        self._joined = partial(next_placement, spread=True, copies=copies)
+        self._joined = {"spread": True, "copies": has_copies(self.placement)}
         self.generation = 0
         self.wanted = self.live
         self.out: dict[int, str] = {}
@@ -199,6 +197,7 @@ class Generations:
         self._ending |= set(ranks)
         for process in old:
             process.signal(signal.SIGKILL)
+        self._board.dying = [*self._board.dying, *old]
         await self._board.until(
             lambda: all(process.ended.is_set() for process in old),
             self._timing.kill,
@@ -206,7 +205,6 @@ class Generations:
         )
         for process in old:
             process.close()
-            self._board.dying.append(process)
             self._board.processes.pop(process.rank, None)
             self._board.ready.pop(process.rank, None)
         self._ending.difference_update(ranks)
@@ -220,7 +218,7 @@ class Generations:
             loads = self.placement
             live = self.live | set(ranks)
             if rank not in self.live and loads is not None:
-                loads = self._joined(loads, live) or loads
+                loads = next_placement(loads, live, **self._joined) or loads
             made = await self._replacing.replace(rank, self._callbacks, sorted(live), loads)
             self._board.processes[rank] = made
 
@@ -277,7 +275,7 @@ class Generations:
             before, target = self.live, frozenset(live)
             if target == before:
                 return 0.0
-            placement = self.placement and self._joined(self.placement, target)
+            placement = self.placement and next_placement(self.placement, target, **self._joined)
             if placement is None:
                 raise Unavailable(f"{len(target)} ranks have too few expert slots (resilience.spare_slots)")
             change = next(self._numbers)
@@ -400,4 +398,3 @@ class Generations:
         if self._returning is not None:
             self._returning.cancel()
             await asyncio.wait((self._returning,))
-        await ended(self._board.dying, self._timing.kill)

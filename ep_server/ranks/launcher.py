@@ -244,6 +244,7 @@ class RankProcesses:
             if not process.exited.is_set():
                 log.error("rank %d got SIGKILL but its process has not ended", process.rank)
             process.close()
+        await ended(self._board.dying, self._timing.kill)
         if self._hosts.replacing is not None:
             await self._hosts.replacing.close()
         if self._started is not None and not self._started.done():

@@ -139,15 +139,6 @@ class Placement:
             table.append(tuple(turns[(source + way) % len(turns)] for way in range(ways)))
         return tuple(table)
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether a slot holds an expert that it does not serve."""
-        return any(
-            expert != EMPTY and not part
-            for held, serves in zip(self.experts, self.serves, strict=True)
-            for expert, part in zip(held, serves, strict=True)
-        )
-
     def with_copies(self, live: Sequence[int]) -> Placement:
         """Fills the empty slots of these ranks with spare copies: first of what the next rank serves."""
         experts = tuple(self._copied(layer, live) for layer in range(len(self.experts)))
@@ -186,6 +177,16 @@ def _turns(shares: dict[int, int]) -> tuple[int, ...]:
         ahead[slot] -= period
         turns.append(slot)
     return tuple(turns)
+
+
+def has_copies(placement: Placement | None) -> bool:
+    """Whether a slot holds an expert that it does not serve."""
+    layers = () if placement is None else zip(placement.experts, placement.serves, strict=True)
+    return any(
+        expert != EMPTY and not part
+        for held, serves in layers
+        for expert, part in zip(held, serves, strict=True)
+    )
 
 
 def first_placement(

@@ -30,6 +30,7 @@ def config_of(model: Answers, **fields: object) -> Config:
         "parallel.device": "cuda",
         "parallel.ranks": RANKS,
         "resilience.max_losses": 100,
+        "resilience.rank_losses": 0,
         "scheduler.block_size": 16,
         "scheduler.kv_blocks": 512,
         "scheduler.max_running": 16,

@@ -50,6 +50,7 @@ async def test_no_output_changes() -> None:
             "parallel.ranks": 2,
             "parallel.threads_per_rank": 1,
             "resilience.max_losses": 100,
+            "resilience.rank_losses": 0,
             "scheduler.kv_blocks": 64,
             "scheduler.max_step_tokens": 16,
             "scheduler.max_running": 8,

@@ -47,17 +47,20 @@ class Serving:
     async def lose(
         self, rank: int, after: int, asked: Sequence[dict[str, Any]], number: signal.Signals = signal.SIGKILL
     ) -> list[Output]:
-        """Runs requests and ends a rank once one of them has so many tokens, then waits for its recovery."""
+        """Runs requests, ends a rank once one of them has so many tokens, and waits until all serve again."""
         recovered = len(self.heard.recovered)
         running = asyncio.ensure_future(self.run(asked))
         await self.until(
             lambda: max((len(one.output) for one in self.server.engine._requests), default=0) >= after
         )
-        self.group._processes[rank].signal(number)
+        everyone, process = self.ranks.live, self.group._board.processes[rank]
+        process.signal(number)
         outputs = await running
         await self.until(
             lambda: len(self.heard.recovered) > recovered and not self.server.engine._delivery.down
         )
+        await self.until(lambda: self.ranks.live == everyone)
+        assert self.group._board.processes[rank] is not process
         return outputs
 
 
