@@ -53,13 +53,13 @@ class Serving:
         await self.until(
             lambda: max((len(one.output) for one in self.server.engine._requests), default=0) >= after
         )
-        everyone, process = self.ranks.live, self.group._board.processes[rank]
+        everyone, process = self.group.live, self.group._board.processes[rank]
         process.signal(number)
         outputs = await running
         await self.until(
             lambda: len(self.heard.recovered) > recovered and not self.server.engine._delivery.down
         )
-        await self.until(lambda: self.ranks.live == everyone)
+        await self.until(lambda: self.group.live == everyone)
         assert self.group._board.processes[rank] is not process
         return outputs
 
