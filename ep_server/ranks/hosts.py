@@ -44,7 +44,6 @@ class Rank(Protocol):
 
     ended: asyncio.Event
     exited: asyncio.Event
-    ended: asyncio.Event
 
     @property
     def rank(self) -> int:
