@@ -23,7 +23,7 @@ from ep_server.client import AsyncClient, Target
 INTERVAL = 4  # tokens of a message: one client process reads all streams
 SHAPE = "benchmarks/shapes/qwen3-30b-a3b"
 START_SECONDS, CHAOS_SECONDS = 200, 120
-SHOWN = ("recovery: ", "recovered after", "lost", "start again", "expert slots", "waiting to be", "ERROR")
+SHOWN = ("recovery: ", "recovered after", "lost", "start again", "expert slots", "they paused", "ERROR")
 
 
 def serve(asked: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
@@ -65,26 +65,43 @@ def wait_until_served(server: subprocess.Popen[bytes], asked: argparse.Namespace
 
 
 async def lose_ranks(asked: argparse.Namespace) -> int:
-    """Greedy streams of one length, ranks killed meanwhile. Prints gaps. Returns: streams that failed."""
+    """Loses a rank under load so many times, each time once all ranks serve. Returns: streams that failed."""
     draw = random.Random(0)
-    plan = FaultPlan(asked.faults, [FaultKind.KILL], 1, 0.0, 3.0, CHAOS_SECONDS)
     async with AsyncClient(Target(f"127.0.0.1:{asked.port}")) as client:
-        vocabulary = (await client.model_info()).vocab_size
+        failed = 0
+        for _ in range(asked.faults):
+            failed += await lose_one(client, asked, draw)
+            await until_all_serve(client, asked.ranks)
+        return failed
 
-        async def answer() -> Answer:
-            prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(64, 512))]
-            fields = {"temperature": 0.0, "ignore_eos": True, "stream_interval": INTERVAL}
-            stream = client.generate(prompt, max_new_tokens=asked.new_tokens, **fields)
-            found = Answer(stream.output)
-            async for tokens in stream:
-                found.arrivals.setdefault(tokens.index, []).append(time.monotonic())
-            return found
 
-        faults = Faults(client, plan, draw)
-        running = [asyncio.ensure_future(answer()) for _ in range(asked.streams)]
-        await asyncio.sleep(3)
-        await asyncio.wait_for(faults.run(), CHAOS_SECONDS)
-        answers = await asyncio.gather(*running, return_exceptions=True)
+async def until_all_serve(client: AsyncClient, ranks: int) -> None:
+    async with asyncio.timeout(CHAOS_SECONDS):
+        began = time.monotonic()
+        while len((await client.server_info()).rank_info) < ranks:
+            await asyncio.sleep(0.1)
+        print(f"  all ranks serve {time.monotonic() - began:.1f} s after the last stream ended")
+
+
+async def lose_one(client: AsyncClient, asked: argparse.Namespace, draw: random.Random) -> int:
+    """Greedy streams of one length, a rank killed meanwhile. Prints gaps. Returns: streams that failed."""
+    plan = FaultPlan(1, [FaultKind.KILL], 1, 0.0, 0.01, CHAOS_SECONDS)
+    vocabulary = (await client.model_info()).vocab_size
+
+    async def answer() -> Answer:
+        prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(64, 512))]
+        fields = {"temperature": 0.0, "ignore_eos": True, "stream_interval": INTERVAL}
+        stream = client.generate(prompt, max_new_tokens=asked.new_tokens, **fields)
+        found = Answer(stream.output)
+        async for tokens in stream:
+            found.arrivals.setdefault(tokens.index, []).append(time.monotonic())
+        return found
+
+    faults = Faults(client, plan, draw)
+    running = [asyncio.ensure_future(answer()) for _ in range(asked.streams)]
+    await asyncio.sleep(3)
+    await asyncio.wait_for(faults.run(), CHAOS_SECONDS)
+    answers = await asyncio.gather(*running, return_exceptions=True)
     whole = [each for each in answers if isinstance(each, Answer)]
     short = [each for each in whole if len(each.output.sequences[0].token_ids) != asked.new_tokens]
     for loss in faults.losses:
@@ -102,7 +119,7 @@ async def lose_ranks(asked: argparse.Namespace) -> int:
                     f"p99 {gaps[len(gaps) * 99 // 100]:.2f} s, most {gaps[-1]:.2f} s"
                 )
     failed = [each for each in answers if not isinstance(each, Answer)]
-    print(f"{len(whole)} streams to the end, {len(short)} of another length, {len(failed)} failed")
+    print(f"  {len(whole)} streams to the end, {len(short)} of another length, {len(failed)} failed")
     for error in failed[:3]:
         print(f"  {error}")
     return len(failed) + len(short)

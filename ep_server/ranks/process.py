@@ -150,13 +150,11 @@ class RankProcess:
 
     def _look(self) -> None:
         """The system reports the end of a process only once it has freed its memory."""
-        code, seconds = code_at_end(self.pid), LOOK_SECONDS
-        if code is not None:
-            if self._channel is None or self._channel.finish():
-                self._end(code)
-                return
-            seconds = READ_SECONDS
-        self._next_look = asyncio.get_running_loop().call_later(seconds, self._look)
+        code = code_at_end(self.pid)
+        if code is None:
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        else:
+            self._end(code)
 
     def _on_exit(self) -> None:
         code = self._popen.wait()  # returns at once: a readable pidfd is an ended process
@@ -167,7 +165,10 @@ class RankProcess:
         self._end(code)
 
     def _end(self, code: int) -> None:
-        if not self.ended.is_set():
+        """Once what the process sent has been read."""
+        if self._channel is not None and not self._channel.finish():
+            self._next_look = asyncio.get_running_loop().call_later(READ_SECONDS, self._end, code)
+        elif not self.ended.is_set():
             self.ended.set()
             self._callbacks.on_exit(self.rank, code)
 
