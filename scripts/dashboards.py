@@ -359,6 +359,16 @@ def experts() -> Iterator[Panel]:
     yield lines("Balance in the last half second", "none", Query(interval, "{{instance}} {{scope}}"))
     compute = mean("epserver_step_seconds", f'{RANK}, phase=~"router|experts"', "rank, phase")
     yield lines("Router and experts, mean per step", "s", Query(compute, "{{rank}} {{phase}}"))
+    imbalance = Query(f"epserver_expert_imbalance{{{SERVER}}}", "{{layers}}")
+    yield lines(
+        "Rows of the most loaded rank over the mean",
+        "none",
+        imbalance,
+        about="Where resilience.balance = auto: of all layers, and of the worst one. 1 is even.",
+    )
+    loads = Query(rate("epserver_expert_moves_total", SERVER), "loaded")
+    switches = Query(rate("epserver_expert_placements_total", SERVER), "placements")
+    yield lines("Experts moved for balance, per second", "none", loads, switches)
     unused = f"count({rate(tokens, SERVER, 'expert')} == 0) or vector(0)"
     yield lines("Experts that receive no token", "none", Query(unused, "experts"))
     yield matrix(

@@ -74,6 +74,8 @@ UNITS = {
     r"_seconds$": "seconds",
     r"_bytes$": "bytes",
     r"_ratio$|_balancedness$": "0 to 1",
+    r"expert_imbalance": "1 or more",
+    r"expert_moves": "experts",
     r"_info$": "always 1",
     r"_up$": "0 or 1",
     r"live_ranks": "ranks",
