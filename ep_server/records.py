@@ -383,9 +383,8 @@ class RankStatistics:
       "step/<phase>" with phase in plan, vote, attention, router, dispatch, experts, combine, sample,
       publish, total.
     sums: name -> sum of the durations of the histogram of that name, ns.
-    counters: name -> cumulative number (idle_steps, padded_tokens, bytes/<op>, tokens, ...).
-      network_bytes/<peer>/<domain>, network_retries/<peer>/<domain>: to ranks of other hosts, by this NIC.
-      experts_active: local experts that received a row, added up over layers and steps.
+    counters: name -> cumulative number (idle_steps, bytes/<op>, ...). experts_active: local experts that
+      received a row, over layers and steps. network_bytes|retries/<peer>/<domain>: to other hosts.
     peer_wait_ns: (op, peer) -> ns this rank waited for that peer, cumulative.
     expert_tokens: tokens this rank's local experts received, cumulative, by global expert id.
     last_steps: the last steps, oldest first; a few.

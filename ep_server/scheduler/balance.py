@@ -1,8 +1,7 @@
 """Balance of experts: shares, replicas and moves from measured rows. Pure.
 
-An expert's tokens are divided into WAYS parts among the slots that serve it. With unequal shares few
-copies level the load: each copy can fill one rank up to the mean, so ranks - 1 of them are enough if
-slots and parts allow. A plan changes shares first, which costs nothing, and loads experts for the rest.
+An expert's tokens are divided into WAYS parts among its slots. With unequal shares each copy can fill one
+rank up to the mean. A plan changes shares first, which costs nothing, and loads experts for the rest.
 """
 
 from __future__ import annotations
@@ -394,9 +393,8 @@ def _parts(placement: Placement, layer: int, live: tuple[int, ...]) -> list[int]
     for expert, shares in serving.items():
         if not shares:
             raise InternalError(f"layer {layer}: no live rank serves expert {expert}")
-        done, total, given = 0, sum(shares.values()), 0
+        done, total = 0, sum(shares.values())
         for slot, share in shares.items():
+            parts[slot] = (done + share) * WAYS // total - done * WAYS // total
             done += share
-            parts[slot] = done * WAYS // total - given
-            given += parts[slot]
     return parts
