@@ -16,7 +16,7 @@ from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.spec import control_spec
 from tests.support.compare import assert_equal
 from tests.support.exchange.expected import expect
-from tests.support.exchange.gpu_group import answer, factors_of, on_gpu
+from tests.support.exchange.gpu_group import answer, factors_of, on_gpu, sums_without
 from tests.support.exchange.killed_rank import LOST, Segment, replaced_spec
 from tests.support.exchange.ranks import Peer
 from tests.support.exchange.routing import Inputs, make_inputs
@@ -79,12 +79,29 @@ def survivor(segment: Segment, rank: int, num_ranks: int, captured: bool, peer: 
     ended = time.monotonic()
     peer.tell("ended")
     reported = peer.hear(WAIT)
-    exchange.reset()
+    before = counted(exchange)
+    exchange.reset([LOST], generation=1)
+    spec = exchange.spec
+    for seed in range(30, 33):
+        inputs = make_inputs(spec, "max_tokens", seed)
+        assert_equal(step.sums(inputs[rank]), sums_without(spec, inputs, LOST), f"without it, seed {seed}")
+    exchange.reset(generation=2)
     step.check(range(7, 12))
+    after = counted(exchange)
+    assert all(after[name] >= count for name, count in before.items()), "measurements never go back"
     assert exchange.masked == frozenset()
     exchange.barrier()
     exchange.close()
     return ended - float(reported)
+
+
+def counted(exchange: NvlinkExchange) -> dict[str, int]:
+    """Everything that only grows."""
+    found = exchange.statistics()
+    counts = {
+        f"{name}[{n}]": count for name, all in found["histograms"].items() for n, count in enumerate(all)
+    }
+    return counts | found["sums"] | {f"all/{name}": count for name, count in found["counters"].items()}
 
 
 def lost(segment: Segment, num_ranks: int, captured: bool, peer: Peer) -> None:
@@ -109,7 +126,7 @@ def successor(segment: Segment, num_ranks: int, captured: bool, peer: Peer) -> N
     assert_equal(step.sums(inputs[LOST]), expect(spec, alone).combined, "alone")
     peer.tell("ready")
     peer.hear(WAIT)
-    exchange.reset()
+    exchange.reset(generation=2)
     step.check(range(7, 12))
     exchange.barrier()
     exchange.close()
