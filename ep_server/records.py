@@ -189,8 +189,7 @@ class KvMoves(NamedTuple):
     fresh: tuple[int, ...] = ()  # the step or a load may write these: earlier copies that use one end first
 
 
-EMPTY = -1  # a slot without an expert
-WAYS = 24  # parts of an expert's tokens: 1, 2, 3, 4, 6, 8 or 12 slots can take equal ones
+EMPTY, WAYS = -1, 24  # a slot without an expert; parts of an expert's tokens, which 2, 3, 4 ... slots share
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
 LATE_TOKEN = -3  # the mask of its grammar was not ready: nothing was drawn, and its slice runs again
 PENDING_TOKEN = -2  # drawn by a step that is still in flight

@@ -14,8 +14,8 @@ from rich.table import Table
 from ep_server.cli import options
 from ep_server.client import Client
 from ep_server.errors import Unavailable
-from ep_server.scheduler.balance import covers_any_loss, imbalance, rank_rows
-from ep_server.scheduler.placement import Placement
+from ep_server.scheduler.balance import imbalance, rank_rows
+from ep_server.scheduler.placement import Placement, covers_any_loss
 from ep_server.scheduler.placement_file import placement_values
 
 NAME = "placement"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ep_server.errors import InternalError
 from ep_server.records import EMPTY, WAYS
-from ep_server.scheduler.placement import Placement
+from ep_server.scheduler.placement import Placement, covers_any_loss
 
 NOISE = 3.0  # standard deviations of a rank's rows; a smaller imbalance may be chance
 NEARLY = 0.8  # a whole expert is moved rather than a part of one if it levels at least so much of it
@@ -108,19 +108,6 @@ def imbalance(loads: Collection[float]) -> float:
     """Maximum over mean; 1 without any rows."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
-
-
-def covers_any_loss(placement: Placement, live: Collection[int]) -> bool:
-    """Whether slots of two or more live ranks hold each expert, serving or not."""
-    for held in placement.experts:
-        ranks: list[set[int]] = [set() for _ in range(placement.num_experts)]
-        for slot, expert in enumerate(held):
-            rank = slot // placement.slots_per_rank
-            if expert != EMPTY and rank in live:
-                ranks[expert].add(rank)
-        if any(len(each) < 2 for each in ranks):
-            return False
-    return True
 
 
 class _Shift(NamedTuple):

@@ -205,3 +205,16 @@ def first_placement(
         held[rank * slots_per_rank : rank * slots_per_rank + len(own)] = own
     experts = (tuple(held),) * layers
     return Placement(num_experts, slots_per_rank, experts, (tuple(int(e != EMPTY) for e in held),) * layers)
+
+
+def covers_any_loss(placement: Placement, live: Collection[int]) -> bool:
+    """Whether slots of two or more live ranks hold each expert, serving or not."""
+    for held in placement.experts:
+        ranks: list[set[int]] = [set() for _ in range(placement.num_experts)]
+        for slot, expert in enumerate(held):
+            rank = slot // placement.slots_per_rank
+            if expert != EMPTY and rank in live:
+                ranks[expert].add(rank)
+        if any(len(each) < 2 for each in ranks):
+            return False
+    return True

@@ -15,11 +15,11 @@ from ep_server.scheduler.balance import (
     NOISE,
     BalanceLimits,
     Plan,
-    covers_any_loss,
     imbalance,
     plan_balance,
     rank_rows,
 )
+from ep_server.scheduler.placement import covers_any_loss
 
 LIMITS = BalanceLimits()
 
