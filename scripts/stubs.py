@@ -97,12 +97,15 @@ def describe(kind: type) -> Iterator[str]:
     members = [(n, v) for n, v in vars(kind).items() if not n.startswith("_") or n == "__init__"]
     shown = False
     for name, value in members:
-        doc = value.fget.__doc__ if isinstance(value, property) else value.__doc__
+        static = isinstance(value, staticmethod)
+        doc = (value.fget if isinstance(value, property) else value.__func__ if static else value).__doc__
         if doc is None or doc.startswith("Initialize self"):  # Python cannot make one
             continue
         if isinstance(value, property):
             yield "    @property"
             doc = name + doc
+        if static:
+            yield "    @staticmethod"
         shown = True
         yield from function("    def", doc, "    ")
     if not shown and not kind.__doc__:
