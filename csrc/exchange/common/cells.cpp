@@ -186,9 +186,7 @@ class Waiter {
     return {status, arrived_};
   }
 
-  Status ended() const {
-    return wait_.forming == 0 ? aborted(group_) : aborted(group_, wait_.forming);
-  }
+  Status ended() const { return wait_.forming == 0 ? aborted(group_) : aborted(group_, wait_.forming); }
 
   void sleep(uint64_t now) {
     Doorbell& bell = doorbell(group_.own());

@@ -159,8 +159,8 @@ void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t
 Status all_gather(Group& group, const void* record, uint32_t length, uint64_t limit_ns, std::byte* out,
                   uint32_t* lengths);
 
-// Collective. Starts a generation of the group, 0 = the next one: no aborts, no operations in flight, and only
-// `dead` masked. All ranks give the same number, if some of them missed or failed to form earlier ones.
+// Collective. Starts a generation of the group, 0 = the next one: no aborts, no operations in flight, and
+// only `dead` masked. All ranks give the same number, if some of them missed or failed to form earlier ones.
 Status reset(Group& group, uint64_t dead, uint32_t generation);
 
 }  // namespace ep

@@ -64,8 +64,8 @@ struct Scratch {
 struct LaunchConfig {
   uint32_t rows_of_tile;  // 32, 48, 64, 96 or, without codes, 128; of a wide one 96, 128, 160 or 192; more
                           // rows of an expert are several tiles, which read its weights again
-  bool wide;         // tiles of twice as many weight rows, see Experts::wide()
-  bool reads_ahead;  // reads weights before the work is known, as if every expert had rows
+  bool wide;              // tiles of twice as many weight rows, see Experts::wide()
+  bool reads_ahead;       // reads weights before the work is known, as if every expert had rows
 };
 
 // Arguments of the kernels besides `Task`.
