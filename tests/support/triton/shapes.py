@@ -78,7 +78,7 @@ def ends_of_steps() -> None:
         x = meta(TOKENS, hidden)
         embed(RowTokens(ids, ids, drawn), meta(vocab, hidden), meta(hidden), 1e-6, x, x)
     for layers, experts in ((48, 128), (48, 32), (58, 32)):
-        tally(meta(layers, experts, dtype=I32), meta(experts, dtype=I64), meta(dtype=I64))
+        tally(meta(layers, experts, dtype=I32), meta(layers, experts, dtype=I64), meta(dtype=I64))
 
 
 def rotations() -> None:
