@@ -7,6 +7,7 @@ memory that one rank fills and the other reads, or both copy through a socket. U
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 
 from ep_server.models.kv_cache import KvCache
 
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 HOST_SLOT_BYTES = 8 << 20  # short enough to wait for, long beside a message
 
 
@@ -108,8 +110,11 @@ class HostSlots:
         self.rows = max(1, min(HOST_SLOT_BYTES // row_bytes, rows))
         size = count * self.rows * row_bytes
         if kind is Kind.SHARED and descriptor < 0:
-            self.descriptor = os.memfd_create("ep-server-kv", os.MFD_CLOEXEC)
+            self.descriptor = os.memfd_create("ep-server-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.descriptor, size)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+        elif descriptor >= 0 and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError("it may shrink")  # whose use would end this process
         memory = mmap.mmap(self.descriptor, size)  # fails if a descriptor's file is smaller
         self._memory = torch.frombuffer(memory, dtype=torch.uint8).view(count, -1)
 

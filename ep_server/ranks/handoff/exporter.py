@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 UNKNOWN_SECONDS = 2.0  # a key may arrive before its request has reached this rank
 KEEPALIVE_SECONDS = 0.5
 LAYER_SECONDS = 0.002  # how often a step is asked which layers it has written
+AGAIN_SECONDS = 0.5  # after a connection that could not be taken
 REMEMBERED = 1024  # keys that ended: refused at once
 FETCHED = "the blocks were fetched already"
 MAX_READERS = 64
@@ -66,6 +67,7 @@ class KvExporter:
         self._changed = threading.Condition()
         self._readers = threading.Semaphore(MAX_READERS)
         self._sent = self._handoffs = self._steps = 0
+        self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._tcp = socket.create_server((host, port), family=family, backlog=MAX_READERS)
         shown = f"[{host}]" if ":" in host else host
@@ -121,6 +123,7 @@ class KvExporter:
 
     def close(self) -> None:
         """Ends listening. Threads end with the process."""
+        self._closed = True
         for listener in (self._tcp, self._unix):
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -139,9 +142,17 @@ class KvExporter:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._answer, args=(sock,), daemon=True, name="kv-serve").start()
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("a hand-off cannot begin: %s", error)  # too many files are open, say
+                time.sleep(AGAIN_SECONDS)
+                continue
+            try:
+                threading.Thread(target=self._answer, args=(sock,), daemon=True, name="kv-serve").start()
+            except RuntimeError as error:  # too many threads
+                log.warning("a hand-off cannot begin: %s", error)
+                sock.close()
 
     def _answer(self, sock: socket.socket) -> None:
         line = Line(sock, self._silence)

@@ -135,6 +135,7 @@ class KvImporter:
         fetch = each.fetch
         end = fetch.first + fetch.tokens
         line, local = connect(fetch.source.address, fetch.source.local, self._silence)
+        line.until = each.began + self._timeout
         with closing(line):
             kind = self._rows.kind if local else Kind.PRIVATE
             line.put(Hello(fetch.source.key, fetch.first, end, self._rows.row_bytes, kind).pack())
@@ -154,6 +155,8 @@ class KvImporter:
     def _slots(self, line: Line, rows: int, *, local: bool) -> Slots:
         """Where the rows will lie. Raises: HandoffError."""
         kind, descriptor = _receive_memory(line) if local else (receive_answer(line), -1)
+        if kind is not Kind.PRIVATE and descriptor < 0:
+            raise HandoffError("the other server sent no memory")
         try:
             return self._rows.attach(kind, rows, SLOTS, descriptor)
         except (OSError, ValueError, RuntimeError) as error:
@@ -186,7 +189,10 @@ def _receive_memory(line: Line) -> tuple[Kind, int]:
         first, descriptors, _, _ = socket.recv_fds(line.sock, 1, 1)
     except OSError as error:
         raise HandoffError(f"reading failed: {error}") from error
-    kind = receive_answer(line.after(first))
-    if kind is not Kind.PRIVATE and not descriptors:
-        raise HandoffError("the other server sent no memory")
-    return kind, descriptors[0] if descriptors else -1
+    descriptor = descriptors[0] if descriptors else -1
+    try:
+        return receive_answer(line.after(first)), descriptor
+    except HandoffError:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise

@@ -12,6 +12,7 @@ Numbers are little-endian. Units: tokens (a row each), bytes, seconds.
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -178,11 +179,15 @@ def receive_answer(line: Line) -> Kind:
 
 
 class Line:
-    """A connected socket with one deadline for every wait: `seconds` without a byte end it."""
+    """A connected socket with one deadline for every wait: `seconds` without a byte end it.
+
+    until: of time.monotonic(), ends all reading, though a byte may come now and then.
+    """
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         sock.settimeout(seconds)
         self.sock, self._read = sock, b""
+        self.until = math.inf
 
     def after(self, read: bytes) -> Line:
         """The same, when these bytes of it were read beside a descriptor."""
@@ -200,6 +205,8 @@ class Line:
     def fill(self, view: memoryview) -> None:
         """Fills a buffer. Raises: HandoffError."""
         while view:
+            if time.monotonic() > self.until:
+                raise HandoffError("it took too long")
             try:
                 count = self.sock.recv_into(view)
             except OSError as error:
@@ -238,5 +245,5 @@ def connect(address: str, local: str, seconds: float) -> tuple[Line, bool]:
     left = max(0.1, seconds - (time.monotonic() - began))
     try:
         return Line(socket.create_connection((host.strip("[]"), int(port)), left), seconds), False
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # no such port
         raise HandoffError(f"{address} does not answer: {error}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +17,16 @@ from ep_server.backends.kv_rows import CpuRows, Kind
 from ep_server.models.kv_cache import LayerProgress
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
-from ep_server.ranks.handoff.wire import HandoffError, Hello, Line, Moved, Rows, connect, receive_answer
+from ep_server.ranks.handoff.wire import (
+    HandoffError,
+    Hello,
+    Line,
+    Moved,
+    Rows,
+    answer,
+    connect,
+    receive_answer,
+)
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import KvExport, KvFetch
 
@@ -259,3 +270,100 @@ def test_unexpected_rows_are_not_written(rows: Rows) -> None:
     assert ended == [(-1, 0)] and (own.rows((0, 1)) == 0xEE).all()
     line.close()
     silent.close()
+
+
+def _greeted(importer: KvImporter) -> tuple[Line, socket.socket]:
+    """A peer whose next words are up to the test, with the listener to close. Fetches block 1."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    importer.start([KvFetch(-1, KvSource(address, "", KEY, 5), 0, (1,), 5)])
+    sock, _ = listener.accept()
+    line = Line(sock, 10)
+    Hello.receive(line)
+    return line, listener
+
+
+def _ended(importer: KvImporter) -> list[tuple[int, int]]:
+    end = time.monotonic() + WAIT
+    while not (ended := importer.ended()):
+        assert time.monotonic() < end
+        importer.wait(0.1)
+    return ended
+
+
+def test_a_peer_that_drips_bytes_is_left_in_time() -> None:
+    """One byte now and then, never silent, within the bytes of one slot."""
+    importer = KvImporter(rows_of(Cache(2, 5, fill=0)), timeout=0.5, silence=WAIT)
+    line, listener = _greeted(importer)
+    line.put(answer(Kind.PRIVATE) + Rows(0, 5, 0, 0, PARTS).pack())
+    with suppress(HandoffError):
+        for _ in range(5 * PARTS * WIDTH - 1):
+            line.put(b"x")
+            if importer.ended():
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the fetch never ended")
+    line.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("port", ["65536", "99999999999", "-1", "x", "\0"])
+def test_no_port_is_no_answer(port: str) -> None:
+    with pytest.raises(HandoffError, match="does not answer"):
+        connect(f"127.0.0.1:{port}", "", 1)
+
+
+def test_shared_memory_needs_a_local_socket() -> None:
+    """Else rows that nobody wrote would be used."""
+    own = Cache(2, 5, fill=0xEE)
+    importer = KvImporter(rows_of(own), WAIT, 5)
+    line, listener = _greeted(importer)
+    line.put(answer(Kind.SHARED) + Rows(0, 5, 0, 0, PARTS).pack())
+    assert _ended(importer) == [(-1, 0)] and (own.rows((0, 1)) == 0xEE).all()
+    line.close()
+    listener.close()
+
+
+def test_memory_that_may_shrink_is_not_read() -> None:
+    """Reading past the end of a file ends a process. The holder's own cannot be cut by its reader either."""
+    rows = rows_of(Cache(2, 5))
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, 1 << 20)
+    with pytest.raises(OSError, match="may shrink"):
+        rows.attach(Kind.SHARED, 5, 2, loose)
+    os.close(loose)
+    offered = rows.offer(Kind.SHARED, 5, 2)
+    assert rows.attach(Kind.SHARED, 5, 2, os.dup(offered.descriptor)).rows == 5
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(offered.descriptor, 0)
+    offered.close()
+
+
+def test_a_failed_accept_does_not_end_listening(
+    there: tuple[Cache, KvExporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many threads for one connection: the next one is served."""
+    cache, exporter = there
+    start, failed = threading.Thread.start, list[str]()
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "kv-serve" and not failed:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    line, _ = connect(exporter.address, "", 10)
+    with pytest.raises(HandoffError):
+        line.take(1)
+    line.close()
+    exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
+    own = Cache(2, 5, fill=0)
+    assert (
+        fetched(
+            KvImporter(rows_of(own), WAIT, 5), KvFetch(-1, KvSource(exporter.address, "", KEY, 5), 0, (1,), 5)
+        )
+        == 5
+    )
+    assert failed and torch.equal(own.rows((1,)), cache.rows((1,)))
