@@ -23,6 +23,7 @@ from ep_server.v1 import decode_pb2
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 16
+MAX_ADDRESS = 300  # characters; a host name has at most 253
 RELEASE_SECONDS = 10.0
 SENDS, FETCHES = ("prefill", "both"), ("decode", "both")
 
@@ -50,10 +51,11 @@ class Handoffs:
     async def handle(self, request: Request) -> Any:
         """The KvHandle of an admitted request with hold_kv."""
         tokens, size = len(request.prompt_ids), self._config.scheduler.block_size
-        ready = self._engine.ready[request.dp_rank or 0]
+        rank = request.dp_rank or 0
+        ready = next((each for each in self._engine.ready if each.rank == rank), None)  # not all are live
         return decode_pb2.KvHandle(
-            address=ready.kv_address,
-            local=ready.kv_local,
+            address="" if ready is None else ready.kv_address,
+            local="" if ready is None else ready.kv_local,
             key=request.hold,
             tokens=tokens,
             prompt=prompt_digest(request.prompt_ids),
@@ -73,6 +75,10 @@ class Handoffs:
         """None if it cannot be used, though nothing is wrong with it. Raises: InvalidArgument."""
         if len(handle.key) != KEY_BYTES:
             raise InvalidArgument("kv_handle.key", f"{len(handle.key)} bytes", f"{KEY_BYTES} bytes")
+        for name, value in (("address", handle.address), ("local", handle.local)):
+            if len(value) > MAX_ADDRESS or not value.isprintable():
+                allowed = f"at most {MAX_ADDRESS} printable characters"
+                raise InvalidArgument(f"kv_handle.{name}", value[:MAX_ADDRESS], allowed)
         if not 1 <= handle.tokens <= len(prompt):
             raise InvalidArgument("kv_handle.tokens", handle.tokens, f"1 to {len(prompt)}, as of the prompt")
         if handle.prompt != prompt_digest(prompt[: handle.tokens]):

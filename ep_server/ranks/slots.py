@@ -116,7 +116,7 @@ def read_placement(path: str, like: Placement, live: Collection[int]) -> Placeme
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(option, path, f"a readable file: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(option, path, f"JSON: {error}") from error
     try:
         return placement_from(values, like, live)

@@ -174,7 +174,8 @@ def receive_answer(line: Line) -> Kind:
     kind, length = _ANSWER.unpack(line.take(_ANSWER.size))
     text = line.take(min(length, MAX_REASON)) if length else b""
     if kind not in set(Kind):
-        raise HandoffError(bytes(text).decode(errors="replace") or "refused without a reason")
+        reason = "".join(each if each.isprintable() else "?" for each in text.decode(errors="replace"))
+        raise HandoffError(reason or "refused without a reason")
     return Kind(kind)
 
 

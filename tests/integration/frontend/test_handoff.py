@@ -143,6 +143,13 @@ async def test_what_does_not_fit_is_named(servers: Pair) -> None:
         decode.client.complete(prompt(81), kv_handle=await held(prefill, ids), timeout=WAIT)
     )
     assert "kv_handle.prompt" in other.details()
+    for name, value in (("address", "a" * 301), ("local", "two\nlines")):
+        fresh = await held(prefill, ids)
+        setattr(fresh, name, value)
+        strange = await failure(decode.client.complete(ids, kv_handle=fresh, timeout=WAIT))
+        assert strange.code() is Code.INVALID_ARGUMENT
+        assert f"kv_handle.{name} = '{value[:3]}" in strange.details()
+        assert "at most 300 printable characters" in strange.details()
     wrong = await failure(decode.client.complete(ids, hold_kv=True, timeout=WAIT))
     assert "hold_kv = 'true': must be absent: this server has handoff.role = decode" in wrong.details()
     late = await failure(prefill.client.complete(ids, kv_handle=await held(prefill, ids), timeout=WAIT))

@@ -26,6 +26,7 @@ from ep_server.ranks.handoff.wire import (
     answer,
     connect,
     receive_answer,
+    refusal,
 )
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import KvExport, KvFetch
@@ -312,6 +313,15 @@ def test_a_peer_that_drips_bytes_is_left_in_time() -> None:
 def test_no_port_is_no_answer(port: str) -> None:
     with pytest.raises(HandoffError, match="does not answer"):
         connect(f"127.0.0.1:{port}", "", 1)
+
+
+def test_a_reason_of_a_peer_is_one_line() -> None:
+    """It goes to the log."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(refusal("no\n12:00 ERROR \x1b[2J"))
+        with pytest.raises(HandoffError, match=r"^no\?12:00 ERROR \?\[2J$"):
+            receive_answer(Line(ours, 10))
 
 
 def test_shared_memory_needs_a_local_socket() -> None:

@@ -71,7 +71,7 @@ def test_errors_of_a_file_name_the_option(tmp_path: Any) -> None:
     file = tmp_path / "placement.json"
     file.write_text(json.dumps(placement_values(MOVED)))
     assert read_placement(str(file), LIKE, (0, 1)) == MOVED
-    for content, allowed in (("{", "JSON"), ("{}", "version = None: must be 1")):
+    for content, allowed in (("{", "JSON"), ("[" * 100_000, "JSON"), ("{}", "version = None: must be 1")):
         file.write_text(content)
         with pytest.raises(ConfigError, match=rf"resilience\.placement = .*{allowed}"):
             read_placement(str(file), LIKE, (0, 1))
