@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
-from ep_server.errors import InternalError, RankLost, StartupError, WrongState
+from ep_server.errors import InternalError, RankLost, StartupError, Unavailable, WrongState
 from ep_server.orders import PreparePlacement, RankOrder, SwitchChange
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.generations import Generations
@@ -101,6 +101,7 @@ class RankProcesses:
         self._first_sign = 0.0  # when
         self._settling: asyncio.TimerHandle | None = None  # until the report of a loss
         self._stopping: asyncio.Task[None] | None = None
+        self._scaling: asyncio.Task[float] | None = None
 
     def __repr__(self) -> str:
         return f"RankProcesses({list(self._board.processes.values())!r}, work={self._board.work_number})"
@@ -149,11 +150,19 @@ class RankProcesses:
         return await self._generations.restart(awaited)
 
     async def scale(self, count: int, hold_out: frozenset[int]) -> float:
-        """As Ranks.scale."""
+        """As Ranks.scale. It goes on if the caller leaves."""
         if self._generations is None or self._stopping is not None:
             raise WrongState("only CPU ranks of one node, with resilience.on_rank_loss = recover, can change")
-        ready = self._board.ready.values()
-        return await scale(self._generations, count, hold_out, self.num_ranks, ready)
+        if self._scaling is not None and not self._scaling.done():
+            raise WrongState("another call of Scale runs")
+        made = scale(self._generations, count, hold_out, self.num_ranks, self._board.ready.values())
+        self._scaling = asyncio.get_running_loop().create_task(made)
+        try:
+            return await asyncio.shield(self._scaling)
+        except asyncio.CancelledError:
+            if self._scaling.cancelled():
+                raise Unavailable("the ranks stopped meanwhile") from None
+            raise
 
     def submit(self, rank: int, request: Request) -> None:
         """As Ranks.submit: the request goes to its rank, its work number to all."""
@@ -230,6 +239,9 @@ class RankProcesses:
         await self._started
 
     async def _stop(self) -> None:
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.wait((self._scaling,))
         if self._generations is not None:
             await self._generations.stop()
         started = self._started is not None and self._started.done() and not self._board.signs

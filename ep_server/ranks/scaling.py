@@ -29,11 +29,14 @@ async def scale(
         pause = await group.join(sorted(joining)) if joining else 0.0
         return max(pause, await group.change(target))
     except EpServerError:
-        group.wanted, group.held, group.out = before
+        if group.live != target:  # else it stands, though a rank was lost while they switched
+            group.wanted, group.held, group.out = before
         raise
 
 
 def _target(group: Generations, count: int, hold_out: frozenset[int], most: int) -> frozenset[int]:
+    if unknown := sorted(hold_out - set(range(most))):
+        raise InvalidArgument("hold_out", unknown[0], f"0 to {most - 1} (parallel.max_ranks)")
     free = [rank for rank in range(most) if rank not in hold_out]
     if count > len(free):
         raise InvalidArgument("ranks", count, f"at most {len(free)} (parallel.max_ranks, hold_out)")
@@ -55,7 +58,7 @@ def _target(group: Generations, count: int, hold_out: frozenset[int], most: int)
 
 def _check_memory(more: int, ready: Collection[RankReady]) -> None:
     """Raises: WrongState if so many more ranks do not fit."""
-    each = max(rank.weight_bytes + rank.kv_bytes for rank in ready) + PROCESS_BYTES
+    each = max((rank.weight_bytes + rank.kv_bytes for rank in ready), default=0) + PROCESS_BYTES
     free = available_memory()
     if more * each > free:
         raise WrongState(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from ep_server.client import AsyncClient
 from ep_server.errors import EpServerError
-from tests.support.losing import ASKED, losing, run_all, seen
+from tests.support.losing import ASKED, WAIT, losing, run_all, seen
 
 
 async def test_ranks_join_and_leave_while_requests_run() -> None:
@@ -41,3 +44,39 @@ async def test_ranks_join_and_leave_while_requests_run() -> None:
         lost.signal(1)  # a loss after all that
         await lost.recovered(1)
         assert [seen(output) for output in await run_all(lost.client, ASKED)] == expected
+
+
+async def test_calls_of_scale_do_not_meet() -> None:
+    """One that runs refuses others, and goes on though its caller leaves. What it is asked is checked."""
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
+    async with losing(handoff__role="prefill", **fields) as lost, AsyncClient(lost.server.address) as client:
+        with pytest.raises(EpServerError, match=r"hold_out = 3: must be 0 to 2"):
+            await client.scale(hold_out=[0, 3, 70])
+        first = asyncio.ensure_future(client.scale(3))
+        await lost.until(lambda: len(lost.group().pids) == 3)
+        with pytest.raises(EpServerError, match="another call of Scale"):
+            await client.scale(2)
+        first.cancel()
+        await lost.until(lambda: lost.group().live == {0, 1, 2})
+        await lost.until(lost.group()._scaling.done)  # type: ignore[union-attr]
+        assert list((await client.scale(2, hold_out=[0])).live) == [1, 2]
+        ready = {each.rank: each for each in lost.server.engine.ready}
+        for rank in (1, 2):  # a rank is not found by its position
+            output = await lost.client.complete([1, 5, 3], max_new_tokens=1, hold_kv=True, dp_rank=rank)
+            assert output.kv_handle.address == ready[rank].kv_address != ""
+        loads = await VllmEngineStub(lost.client.channel).GetLoads(pb.GetLoadsRequest())
+        assert [load.dp_rank for load in loads.loads] == [1, 2]
+        assert len({each.kv_address for each in ready.values()}) == 2
+
+
+async def test_ranks_that_stop_end_a_call_of_scale() -> None:
+    """Though the new rank says nothing."""
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
+    async with losing(**fields) as lost:
+        group = lost.group()
+        running = asyncio.ensure_future(group.scale(3, frozenset()))
+        await lost.until(lambda: 2 in group._board.processes)
+        lost.signal(2, signal.SIGSTOP)
+        await asyncio.wait_for(lost.server.stop(), WAIT)
+        with pytest.raises(EpServerError, match="the ranks stopped meanwhile"):
+            await running

@@ -15,7 +15,7 @@ from ep_server.frontend.doors.vllm_engine.kv_transfer import CONNECTOR, ROLES
 from ep_server.frontend.doors.vllm_engine.protocol import pb
 from ep_server.frontend.handoffs import Handoffs
 from ep_server.frontend.served_model import SAMPLING_RANGES, ServedModel
-from ep_server.records import RankLoad, RankStatistics, Sampling
+from ep_server.records import RankLoad, RankReady, RankStatistics, Sampling
 
 HEALTH = {
     EngineState.STARTING: "the server is starting",
@@ -80,12 +80,12 @@ def loads(config: Config, engine: Engine, ranks: Sequence[int]) -> Any:
         timestamp=datetime.now(UTC).isoformat(),
         version=ep_server.__version__,
         dp_rank_count=engine.num_ranks,
-        loads=[_load(config, engine, rank) for rank in ranks],
+        loads=[_load(config, engine, ready) for ready in engine.ready if ready.rank in ranks],
     )
 
 
-def _load(config: Config, engine: Engine, rank: int) -> Any:
-    empty = RankLoad(kv_blocks_total=engine.ready[rank].kv_blocks)
+def _load(config: Config, engine: Engine, ready: RankReady) -> Any:
+    rank, empty = ready.rank, RankLoad(kv_blocks_total=ready.kv_blocks)
     load = engine.rank_statistics.get(rank, RankStatistics(rank, empty)).load
     size, most = config.scheduler.block_size, config.scheduler.max_running
     return pb.SchedulerLoad(
