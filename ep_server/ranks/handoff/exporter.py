@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -169,7 +170,9 @@ class KvExporter:
             line.close()
 
     def _serve(self, line: Line) -> None:
+        line.until = time.monotonic() + self._silence  # few readers may hold a place
         hello = Hello.receive(line)
+        line.until = math.inf
         try:
             shown = self._find(hello)
         except HandoffError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -307,6 +308,22 @@ def test_a_peer_that_drips_bytes_is_left_in_time() -> None:
             pytest.fail("the fetch never ended")
     line.close()
     listener.close()
+
+
+def test_a_greeting_that_drips_holds_no_place() -> None:
+    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, silence=0.3)
+    line, _ = connect(exporter.address, "", WAIT)
+    greeting = Hello(KEY, 0, 5, PARTS * WIDTH, Kind.PRIVATE).pack()
+    for at in range(len(greeting) - 1):
+        line.put(greeting[at : at + 1])
+        if select.select([line.sock], [], [], 0.1)[0]:
+            break
+    else:
+        pytest.fail("it was awaited to its end")
+    with pytest.raises(HandoffError, match=r"took too long|reset"):
+        Rows.receive(line)
+    line.close()
+    exporter.close()
 
 
 @pytest.mark.parametrize("port", ["65536", "99999999999", "-1", "x", "\0"])
