@@ -150,9 +150,8 @@ class SchedulerConfig:
     )
     itl_budget_ms: float = option(
         -1.0,
-        "Longest step, in ms, while sequences decode: prompts get what that leaves. 0: prompts fill every "
-        "step. -1: twice the measured step without prompts, except for prompts that were there before the "
-        "sequences began to decode, or that are more than these.",
+        "Longest step, in ms, while sequences decode: prompts get what that leaves. 0: no limit. "
+        "-1: twice the step without prompts, but older or more prompts than sequences are free.",
         low=-1,
         high=60_000,
     )
@@ -276,9 +275,8 @@ class ResilienceConfig:
 
     on_rank_loss: str = option(
         "recover",
-        "recover: streams continue where they stopped. On one node, a new process replaces the lost rank; "
-        "GPU ranks in float32 all start again. On several, all ranks start again on the nodes that are left. "
-        "stop: streams end with UNAVAILABLE, and the server exits.",
+        "recover: streams continue where they stopped; a new process replaces the rank. On several nodes, or "
+        "GPUs in float32, all ranks start again. stop: streams end with UNAVAILABLE, the server exits.",
         choices=("recover", "stop"),
     )
     standby: int = option(

@@ -210,9 +210,12 @@ def _shares(clients: Sequence[AsyncClient], plan: FaultPlan) -> list[tuple[Async
 
 async def _all(faults: Sequence[Faults]) -> None:
     """Loses ranks of all servers at once. Raises: as Faults.run()."""
-    async with asyncio.TaskGroup() as group:
-        for each in faults:
-            group.create_task(each.run())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in faults:
+                group.create_task(each.run())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 async def _round(

@@ -119,7 +119,7 @@ async def test_serve_answer_cancel_drain() -> None:
 
 
 async def test_a_killed_rank_is_replaced_and_its_stream_continues() -> None:
-    async with served() as (process, client):
+    async with served("--exchange-reduction", "source") as (process, client):
         fields = {"seed": 1, "max_new_tokens": 400, "ignore_eos": True, "timeout": WAIT}
         undisturbed = await client.complete("1+1=", **fields)
         call = client.generate("1+1=", **fields)

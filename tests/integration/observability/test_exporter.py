@@ -54,6 +54,14 @@ STANDING |= {
     "epserver_recovery_phase_seconds_sum",
     "epserver_recovery_phase_seconds_count",
     "epserver_requests_recovered_total",
+    "epserver_rank_loss_lacking_bytes",
+}
+# Experts do not move, and there is one node.
+STANDING |= {
+    "epserver_expert_imbalance",
+    "epserver_expert_moves_total",
+    "epserver_expert_placements_total",
+    "epserver_nodes_out",
 }
 
 

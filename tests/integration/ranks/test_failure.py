@@ -154,7 +154,7 @@ async def test_what_a_rank_said_explains_its_exit(tiny: Tiny) -> None:
     """The message and the exit both arrive before the loss is reported."""
     config = rank_config(tiny.path, 2, model__name="times-out")
     async with group(config, module=ODD, timing=LaunchTiming(settle=1.0)) as (ranks, heard):
-        processes = list(ranks._processes)
+        processes = list(ranks._board.processes.values())
         ranks.submit(0, greedy(1, (1, 2, 3), 1))
         await heard.until(lambda: heard.lost)
         assert [process.returncode for process in processes] == [1, 1]
@@ -328,7 +328,7 @@ async def test_a_group_stopped_amid_its_work_ends_in_order(tiny: Tiny) -> None:
     for number in (1, 2):
         ranks.submit(number - 1, greedy(number, (5, 6, 7), 150))
     await heard.until(lambda: len(heard.tokens) == 2)
-    processes = list(ranks._processes)
+    processes = list(ranks._board.processes.values())
     await ranks.stop()
     assert heard.finished == []
     assert [process.returncode for process in processes] == [0, 0]

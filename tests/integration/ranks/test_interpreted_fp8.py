@@ -14,7 +14,7 @@ FP8_CACHE = "tests.support.ranks.interpreted_fp8_rank"
 
 async def test_fp8_weights_rows_and_caches(fp8_tiny: Fp8Tiny) -> None:
     """Each rank keeps its experts as codes, dispatch brings codes, and the cache holds codes."""
-    fp8 = {"model__dtype": "bfloat16", "exchange__payload": "fp8"}
+    fp8 = {"model__dtype": "bfloat16", "exchange__payload": "fp8", "resilience__spare_slots": 0}
     config = rank_config(fp8_tiny.path, 2, scheduler__max_running=2, scheduler__max_step_tokens=8, **fp8)
     group, heard = RankProcesses(config, module=FP8_CACHE), Recorder()
     weights = footprint(read_spec(fp8_tiny.path), Dtype.BFLOAT16, packed=False)

@@ -14,6 +14,8 @@ BILLIONS = {
     "qwen3-30b-a3b-fp8": (30.5, 3.3),
     "deepseek-v2-lite": (15.7, 2.7),
     "mixtral-8x7b": (46.7, 12.9),
+    "small-moe": (0.1, 0.0),
+    "qwen3-114m": (0.1, 0.0),
 }
 
 

@@ -222,7 +222,7 @@ def test_given_blocks_fit_or_are_refused(tiny: Tiny) -> None:
         (2, {}, 5),
         (1, {}, 1),
         (2, {"resilience.on_rank_loss": "stop"}, 2),
-        (2, {"cluster.nodes": 2, "cluster.node_rank": 0}, 2),
+        (2, {"cluster.nodes": 2, "cluster.node_rank": 0}, 4),
     ],
 )
 def test_processes_on_standby_need_memory(
