@@ -151,7 +151,7 @@ class ServerMetrics:
         )
         self._generation = gauge("generation", "1 and the recoveries since the start: which group serves.")
         self._generation.set(1)
-        self._live = gauge("live_ranks", "Ranks that serve; of CPU ranks of one node.")
+        self._live = gauge("live_ranks", "Ranks that serve, if they can go on without a lost one; else 0.")
         self._lacking = gauge(
             "rank_loss_lacking_bytes",
             "Memory that CPU ranks lack for spare expert slots, to go on without any one of them. "

@@ -48,7 +48,7 @@ async def test_rendezvous_serves_only_nodes_with_certificate_and_token(
         async with aio.insecure_channel(made.rendezvous) as channel:
             call = decode_pb2_grpc.DecodeStub(channel).Generate(decode_pb2.GenerateRequest(text="1+1="))
             assert (await failure(call)).code() is Code.UNAVAILABLE
-        other.signal(signal.SIGTERM)
+        leader.signal(signal.SIGTERM)
         assert [await leader.end(), await other.end()] == [0, 0]
 
 
@@ -79,5 +79,5 @@ async def test_each_node_has_control_on_its_own_loopback() -> None:
             ]
             async with RawClient(own) as client:
                 assert (await client.server_info()).ranks == 2
-        both[1].signal(signal.SIGTERM)
+        both[0].signal(signal.SIGTERM)
         assert [await node.end() for node in both] == [0, 0]

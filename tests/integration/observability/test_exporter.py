@@ -54,6 +54,7 @@ STANDING |= {
     "epserver_recovery_phase_seconds_sum",
     "epserver_recovery_phase_seconds_count",
     "epserver_requests_recovered_total",
+    "epserver_live_ranks",
     "epserver_rank_loss_lacking_bytes",
 }
 # Experts do not move, and there is one node.
