@@ -1,9 +1,12 @@
 """Balance of experts in a server under load: rows per rank and layer, step by step, while experts move.
 
     python benchmarks/balance_streams.py [--ranks 4] [--spare-slots 3] [--seconds 90] [--balance auto]
+    python benchmarks/balance_streams.py --device cuda --ranks 2 --spare-slots 7 --streams 128 \\
+        --model benchmarks/shapes/qwen3-30b-a3b
 
-Real CPU ranks serve a small model with random weights and Zipf routing (model.routing = zipf). Streams run
-all the time. A line is printed for every 100 steps: maximum / mean rows of ranks. A stream that ends with an
+Real ranks serve a model with random weights and Zipf routing (model.routing = zipf). Streams run all the
+time. A line is printed for every 100 steps: maximum / mean rows of ranks, and tokens per second. At the end:
+the time between two tokens of a stream while experts move, and while none does. A stream that ends with an
 error, or with fewer tokens than asked for, is a failure.
 """
 
@@ -31,8 +34,33 @@ STEPS = 100
 ASSETS = Path(__file__).parents[1] / "ep_server" / "assets" / "demo_model"
 
 
+class Gaps:
+    """Seconds between two tokens of a stream, while experts move (True) and while none does."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.tokens = 0
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def add(self, tokens: int, since: float) -> float:
+        """Tokens came. since: the time of those before, 0 = these are the first. Returns: now."""
+        now = time.monotonic()
+        self.tokens += tokens
+        if since:
+            self.seconds[self._engine.balancer.moving].append(now - since)
+        return now
+
+    def p99(self, *, moving: bool) -> str:
+        """In milliseconds, and of how many."""
+        found = sorted(self.seconds[moving])
+        return f"{found[len(found) * 99 // 100] * 1000:.1f} ms of {len(found)}" if found else "none"
+
+
 def write_model(folder: Path, args: argparse.Namespace) -> None:
-    """The demo model with other sizes; its weights are made up."""
+    """A config.json with made-up weights: that of --model, or the demo model with other sizes."""
+    if args.model:
+        (folder / "config.json").write_bytes((Path(args.model) / "config.json").read_bytes())
+        return
     config = json.loads((ASSETS / "config.json").read_text())
     config |= {
         "num_local_experts": args.experts,
@@ -53,7 +81,8 @@ def configured(folder: Path, args: argparse.Namespace) -> Config:
             "model.load_format": "dummy",
             "model.routing": "zipf",
             "parallel.ranks": args.ranks,
-            "parallel.threads_per_rank": 1,
+            "parallel.device": args.device,
+            "parallel.threads_per_rank": 1 if args.device == "cpu" else 0,
             "exchange.timeout_seconds": 120.0,
             "resilience.spare_slots": str(args.spare_slots),
             "resilience.standby": 0,
@@ -67,13 +96,16 @@ def configured(folder: Path, args: argparse.Namespace) -> Config:
 
 
 async def stream(
-    client: AsyncClient, number: int, new: int, counts: dict[str, int], over: asyncio.Event
+    client: AsyncClient, number: int, new: int, counts: dict[str, int], over: asyncio.Event, gaps: Gaps
 ) -> None:
     while not over.is_set():
         prompt = [1 + (number + 3 * n) % 9 for n in range(16)]
         try:
-            output = await client.complete(prompt, max_new_tokens=new, ignore_eos=True, seed=number)
-            counts["ended" if len(output.token_ids) == new else "short"] += 1
+            came, last = 0, 0.0
+            async for tokens in client.generate(prompt, max_new_tokens=new, ignore_eos=True, seed=number):
+                came += len(tokens.token_ids)
+                last = gaps.add(len(tokens.token_ids), last)
+            counts["ended" if came == new else "short"] += 1
         except Exception as error:
             counts["failed"] += 1
             print(f"stream {number}: {error}", flush=True)
@@ -93,17 +125,20 @@ def imbalances(before: list[tuple[int, ...]], now: list[tuple[int, ...]], expert
     return found
 
 
-async def watch(engine: Engine, args: argparse.Namespace) -> None:
+async def watch(engine: Engine, args: argparse.Namespace, gaps: Gaps) -> None:
+    experts = engine.balancer.placement.num_experts
+    last, tokens = time.monotonic(), gaps.tokens
     began, steps, before = time.monotonic(), steps_of(engine), await engine.balancer.count_rows()
-    print("| s | steps | mean of layers | worst layer |\n|---|---|---|---|", flush=True)
+    print("| s | steps | mean of layers | worst layer | tokens/s |\n|---|---|---|---|---|", flush=True)
     while time.monotonic() - began < args.seconds:
         await asyncio.sleep(0.2)
         if steps_of(engine) - steps < STEPS:
             continue
         now, passed = await engine.balancer.count_rows(), steps_of(engine) - steps
-        found = imbalances(before, now, args.experts)
-        mean, worst = sum(found) / len(found), max(found)
-        print(f"| {time.monotonic() - began:.1f} | {passed} | {mean:.3f} | {worst:.3f} |", flush=True)
+        found, clock = imbalances(before, now, experts), time.monotonic()
+        mean, worst, rate = sum(found) / len(found), max(found), (gaps.tokens - tokens) / (clock - last)
+        print(f"| {clock - began:.1f} | {passed} | {mean:.3f} | {worst:.3f} | {rate:.0f} |", flush=True)
+        last, tokens = clock, gaps.tokens
         before, steps = now, steps + passed
 
 
@@ -116,17 +151,18 @@ async def run(args: argparse.Namespace) -> int:
         await server.start(lambda *_: None)
         counts = {"ended": 0, "short": 0, "failed": 0}
         async with AsyncClient(server.address) as client:
-            over = asyncio.Event()
+            over, gaps = asyncio.Event(), Gaps(server.engine)
             streams = [
-                asyncio.create_task(stream(client, n, args.new_tokens, counts, over))
+                asyncio.create_task(stream(client, n, args.new_tokens, counts, over, gaps))
                 for n in range(args.streams)
             ]
-            await watch(server.engine, args)
+            await watch(server.engine, args, gaps)
             over.set()
             await asyncio.gather(*streams)
         await server.drain()
         await server.stop()
     print(f"\nstreams: {counts}")
+    print(f"time between tokens, p99: experts move {gaps.p99(moving=True)}, else {gaps.p99(moving=False)}")
     return int(bool(counts["short"] or counts["failed"] or not counts["ended"]))
 
 
@@ -136,6 +172,8 @@ def main() -> int:
     )
     option = parser.add_argument
     option("--ranks", type=int, default=4)
+    option("--device", choices=("cpu", "cuda"), default="cpu")
+    option("--model", default="", help="folder with the config.json of another model")
     option("--spare-slots", type=int, default=3, help="per layer and rank")
     option("--balance", choices=("auto", "off"), default="auto")
     option("--period", type=float, default=5.0, help="seconds between plans")

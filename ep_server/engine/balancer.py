@@ -85,6 +85,11 @@ class Balancer:
         return () if self._ranks.group is None else self._ranks.group.live
 
     @property
+    def moving(self) -> bool:
+        """Ranks load experts, or are about to switch."""
+        return self._ranks.orders.changing.locked()
+
+    @property
     def rows(self) -> Rows:
         """By layer, by expert: rows of the last periods, newer ones with more weight. Empty: not counted."""
         return self._rows
