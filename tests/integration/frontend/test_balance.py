@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,6 +21,7 @@ from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.scheduler.balance import imbalance, rank_rows
+from ep_server.scheduler.placement_file import placement_values
 from tests.support.frontend import Recorder
 from tests.support.raw_client import RawClient
 
@@ -81,7 +85,7 @@ async def tokens(client: RawClient) -> list[list[int]]:
 
 @pytest.mark.asyncio
 async def test_streams_across_moves_keep_their_tokens(tmp_path: Path) -> None:
-    """And another server starts with the placement that was reached."""
+    """Also across a loss afterwards. Another server starts with the placement that was reached."""
     async with serving(Moves()) as (server, client):
         expected = await tokens(client)
         assert server.engine.balancer.rows == []
@@ -109,8 +113,14 @@ async def test_streams_across_moves_keep_their_tokens(tmp_path: Path) -> None:
         target = ["--address", server.address]
         shown = await asyncio.to_thread(run_command, "placement", "--export", str(file), *target)
         assert "16 experts in 8 slots on each of ranks 0, 1, 2" in shown
+        streams = asyncio.create_task(tokens(client))
+        await asyncio.sleep(0.3)
+        os.kill((await client.server_info()).rank_info[1].pid, signal.SIGKILL)
+        assert await streams == expected
+        assert heard.recovered
     async with serving(Moves(), **{"resilience.placement": str(file)}) as (server, client):
-        assert server.engine.balancer.placement == now
+        assert server.engine.balancer.placement is not None
+        assert placement_values(server.engine.balancer.placement) == json.loads(file.read_text())
         assert await tokens(client) == expected
 
 
