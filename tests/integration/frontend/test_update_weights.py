@@ -151,6 +151,18 @@ async def test_requests_after_an_update_see_new_weights(other: Path) -> None:
         assert server.engine.weights == (3, str(other))
 
 
+async def retried(client: RawClient, path: Path) -> Any:
+    """An update, as soon as no rank still reads the weights of a dropped one."""
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                return await update(client, path)
+            except grpc.RpcError as error:
+                if "is not at its end" not in str(error.details()):
+                    raise
+            await asyncio.sleep(0.05)
+
+
 async def test_a_rank_lost_during_an_update_changes_nothing(other: Path) -> None:
     async with demo() as (server, ranks, client):
         old = tokens(await answers(client))
@@ -165,7 +177,7 @@ async def test_a_rank_lost_during_an_update_changes_nothing(other: Path) -> None
         assert code == "UNAVAILABLE" and "rank 1 was lost" in why
         assert tokens(await answers(client)) == old
         assert server.engine.weights == (0, str(DEMO_MODEL))
-        assert (await update(client, other)).version == 1
+        assert (await retried(client, other)).version == 1
         new = tokens(await answers(client))
         assert new != old
         os.kill(ranks.group.pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
