@@ -1,4 +1,4 @@
-"""What tells the KV of one model from that of another: format and weights. Needs no torch."""
+"""Identifies the KV of a model, by format and weights. Needs no torch."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ import torch
 
 from ep_server.records import EMPTY, WAYS
 
-Routes = Sequence[
-    Sequence[Sequence[int]]
-]  # by layer, by expert: slots to choose from; token t takes t % ways
+# By layer, by expert: slots to choose from; token t takes t % ways.
+Routes = Sequence[Sequence[Sequence[int]]]
 Held = Sequence[Sequence[int]]  # by layer, by slot of this rank: the expert, or EMPTY
 
 

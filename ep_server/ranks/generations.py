@@ -69,7 +69,7 @@ class Generations:
         self.report()
 
     def report(self) -> None:
-        """Tells the engine what serves."""
+        """Reports the live ranks and the placement to the engine."""
         spares, live = self._replacing.plan.spares, tuple(sorted(self.live))
         ready = tuple(self._board.ready[rank] for rank in live if rank in self._board.ready)
         lacking = spares.lacking_bytes(len(live))

@@ -36,7 +36,7 @@ __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins,
   return {source, number, begin, begin < end ? min(kChunkRows, end - begin) : 0};
 }
 
-// Tells the source that a chunk is there. The whole warp calls it.
+// Signals the source that a chunk has arrived. The whole warp calls it.
 __device__ __forceinline__ void publish(const Device& g, const Chunk& c, uint64_t operation) {
   __syncwarp();
   if (threadIdx.x % kWarp == 0 && c.count != 0)

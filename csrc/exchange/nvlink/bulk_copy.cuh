@@ -61,7 +61,7 @@ struct BulkOpened {
   bool alive;
 };
 
-// Tells `peer` where rows for this rank go.
+// Publishes to `peer` where rows for this rank go.
 __device__ __forceinline__ void publish_target(const Device& g, const BulkTarget& target, uint64_t operation,
                                                uint32_t peer) {
   std::byte* cell = g.regions[peer] + g.bulk.ready_at(operation & 1, g.rank);
