@@ -69,7 +69,11 @@ def started(
     line += ["--scheduler-block-size", str(options.block_size if role == "decode" else 16)]
     line += ["--scheduler-max-step-tokens", str(options.step), "--scheduler-kv-blocks", str(length // 4)]
     line += ["--scheduler-max-running", "8", "--resilience-standby", "0", *options.set]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": str(gpu),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     with log.open("wb") as output:
         return subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT, env=environment)
 

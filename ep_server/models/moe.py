@@ -70,7 +70,7 @@ def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
 
 
 _BITS = 0xFFFFFFFF
-_ZIPF_STEP = 31  # experts by which the order of popularity differs between layers
+ZIPF_STEP = 31  # experts by which the order of popularity differs between layers
 _GOLDEN = 0x9E3779B9  # apart from each other, numbers times this differ in all bits
 
 
@@ -87,7 +87,7 @@ class UniformRouting:
     def __init__(
         self, router: RouterSpec, seed: int, device: torch.device | None = None, exponent: float = 0.0
     ) -> None:
-        self._top_k, self.seed, self._exponent = router.top_k, seed, exponent
+        self._top_k, self.seed, self.exponent = router.top_k, seed, exponent
         self._experts = torch.arange(router.num_experts, device=device)
 
     def identify(self, numbers: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -102,10 +102,11 @@ class UniformRouting:
         """Distinct experts of each token. tokens: [T], of identify(). Returns: [T, K] int64."""
         state = _mixed(tokens ^ ((layer + 1) * _GOLDEN & _BITS))
         keys = _mixed(state[:, None] ^ (self._experts * _GOLDEN & _BITS))
-        if self._exponent:  # Gumbel keys: the largest are a draw without replacement
-            place = (self._experts + layer * _ZIPF_STEP) % len(self._experts) + 1
-            gumbel = -torch.log(-torch.log((keys + 0.5) / (_BITS + 1.0)))
-            return torch.topk(gumbel - self._exponent * torch.log(place), self._top_k, dim=-1).indices
+        if self.exponent:  # Gumbel keys: the largest are a draw without replacement
+            place = (self._experts + layer * ZIPF_STEP) % len(self._experts) + 1
+            uniform = ((keys >> 9) + 0.5) * 2.0**-23  # exact in float32, never 0 or 1
+            gumbel = -torch.log(-torch.log(uniform))
+            return torch.topk(gumbel - self.exponent * torch.log(place), self._top_k, dim=-1).indices
         # The id in the low digits: no two keys of a token are equal, so the order never is a matter of taste.
         ordered = keys * len(self._experts) + self._experts
         return torch.topk(ordered, self._top_k, dim=-1).indices

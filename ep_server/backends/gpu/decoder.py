@@ -151,7 +151,7 @@ class GpuDecoder:
             weight,
             ffn.bias,
             hopper_product(weight, self._limits.router),
-            None if params.uniform is None else params.uniform.seed,
+            params.uniform,
             None if params.slots is None else params.slots.slots[index],
         )
         experts = hopper_experts(ffn.experts)

@@ -28,7 +28,7 @@ from ep_server.backends.torch_compute import TorchGatedFfn
 from ep_server.exchange.api import AddNorm, ExchangeSpec, Received
 from ep_server.models.families.spec import RouterSpec
 from ep_server.models.layers import MoeWeights
-from ep_server.models.moe import wire_dtype
+from ep_server.models.moe import UniformRouting, wire_dtype
 from ep_server.models.timers import Lap, Phase
 
 
@@ -38,7 +38,7 @@ class GpuRouter:
 
     layer: its number. weight: [E, H], see router_weight(). bias: [E] float32, see MoeWeights.
     hopper: the Hopper kernel for few rows; None if there is none.
-    seed: for experts drawn at random; None if the router chooses.
+    routing: for experts drawn at random; None if the router chooses.
     slots: [W, E] of models.slots.SlotTable; None where the exchange numbers experts as the router does.
     """
 
@@ -47,14 +47,17 @@ class GpuRouter:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     hopper: HopperProduct | None = None
-    seed: int | None = None
+    routing: UniformRouting | None = None
     slots: torch.Tensor | None = None
 
     def choose(self, x: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Of x: [T, H], normed: ids [T, K] int64 of the exchange, -1 for padding; weights [T, K] float32."""
         ids = torch.empty(len(x), self.spec.top_k, dtype=torch.int64, device=x.device)
         gates = torch.empty(len(x), self.spec.top_k, dtype=torch.float32, device=x.device)
-        drawn = None if self.seed is None else Drawn(step.numbers, step.positions, self.seed, self.layer)
+        drawn = None
+        if self.routing is not None:
+            seed, exponent = self.routing.seed, self.routing.exponent
+            drawn = Drawn(step.numbers, step.positions, seed, self.layer, exponent)
         logits = product(x, self.hopper, self._logits)
         route(logits, Choice(self.spec, ids, gates, self.bias, step.live, drawn, self.slots))
         return ids, gates

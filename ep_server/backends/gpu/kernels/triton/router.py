@@ -21,15 +21,17 @@ import triton.language as tl
 from ep_server.backends.gpu.kernels.triton.launch import after_previous, block, early, expect, expect_range
 from ep_server.backends.gpu.kernels.triton.partial import Partial, load_sum, operand
 from ep_server.errors import InternalError
+from ep_server.models import moe
 from ep_server.models.families.spec import GroupScore, RouterSpec, Score
 
 MAX_EXPERTS = 4096
 GOLDEN, LOWEST = tl.constexpr(0x9E3779B9), tl.constexpr(-(1 << 31))
+ZIPF_STEP = tl.constexpr(moe.ZIPF_STEP)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Experts drawn at random. seed, layer: of the draw.
+    """Experts drawn at random. seed, layer, exponent: of the draw, see UniformRouting.
 
     numbers, positions: [T] int32, number of each row's request and position in that request.
     """
@@ -38,6 +40,7 @@ class Drawn:
     positions: torch.Tensor
     seed: int
     layer: int
+    exponent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,14 @@ def _drawn_keys(numbers, positions, token, expert, seed, layer):
 
 
 @triton.jit
+def _zipf_keys(keys, place, exponent):
+    """Of _drawn_keys() at random: float32, of which the largest are chosen. place: [lanes] int32, from 0."""
+    bits = (keys ^ LOWEST).to(tl.uint32, bitcast=True) >> 9
+    gumbel = -tl.log(-tl.log((bits.to(tl.float32) + 0.5) * (1.0 / (1 << 23))))
+    return gumbel - exponent * tl.log((place + 1).to(tl.float32))
+
+
+@triton.jit
 def _ordered(choice):
     """int32 in the order of float32, except NaN. A warp finds the highest integer in one instruction."""
     bits = choice.to(tl.int32, bitcast=True)
@@ -135,13 +146,14 @@ def _best_groups(
     return tl.reshape(kept, (GROUP_BLOCK * SIZE_BLOCK,)) == 1
 
 
-@triton.jit(do_not_specialize=["layer", "seed"])
+@triton.jit(do_not_specialize=["layer", "seed", "exponent"])
 def _route_kernel(
-    logits, bias, num_tokens, numbers, positions, slots, ids, weights, pitch, part, eps, scale, seed, layer,
+    logits, bias, num_tokens, numbers, positions, slots, ids, weights, pitch, part, eps, scale,
+    seed, layer, exponent,
     EXPERTS: tl.constexpr, WAYS: tl.constexpr, K: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, TOP2: tl.constexpr,
     RENORMALISE: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, ZIPF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     size: tl.constexpr = EXPERTS // GROUPS
@@ -163,6 +175,8 @@ def _route_kernel(
     open_ = real
     if numbers is not None:
         key = _drawn_keys(numbers, positions, token, expert, seed, layer)
+        if ZIPF:
+            key = _ordered(_zipf_keys(key, (expert + layer * ZIPF_STEP) % EXPERTS, exponent))
     else:
         choice = score
         if bias is not None:
@@ -197,9 +211,9 @@ def route(logits: torch.Tensor | Partial, choice: Choice) -> None:
     given = operand("logits", logits, torch.float32, (None, experts))
     tokens = len(given.rows)
     choice.check(tokens)
-    draw: tuple[torch.Tensor | int | None, ...] = (None, None, 0, 0)
+    draw: tuple[torch.Tensor | float | None, ...] = (None, None, 0, 0, 0.0)
     if drawn is not None:
-        draw = (drawn.numbers, drawn.positions, drawn.seed, drawn.layer)
+        draw = (drawn.numbers, drawn.positions, drawn.seed, drawn.layer, drawn.exponent)
     if tokens:
         _route_kernel[(tokens,)](
             given.rows, choice.bias, choice.num_tokens, *draw[:2], choice.slots, choice.ids, choice.weights,
@@ -209,5 +223,6 @@ def route(logits: torch.Tensor | Partial, choice: Choice) -> None:
             SIGMOID=spec.score is Score.SIGMOID, TOP2=spec.group_score is GroupScore.TOP2_SUM,
             RENORMALISE=spec.renormalise, GROUP_BLOCK=block(spec.groups),
             SIZE_BLOCK=block(experts // spec.groups), K_BLOCK=block(spec.top_k), PARTS=given.parts,
+            ZIPF=bool(draw[4]),
             **early(choice.ids, lets_next_start=True), num_warps=1 if experts <= 256 else 4,
         )  # fmt: skip

@@ -161,8 +161,9 @@ def test_wrong_inputs_are_named() -> None:
         route(random(2, 24), Choice(V3, torch.empty(2, 3, dtype=torch.int64), random(2, 4), random(24)))
 
 
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "olmoe"])
-def test_drawn_experts_are_those_of_uniform_routing(name: str) -> None:
+def test_drawn_experts_are_those_of_uniform_routing(name: str, exponent: float) -> None:
     """And get the weights that the router gives the chosen; padded rows get none."""
     spec, layer, seed = SPECS[name], 5, 0xFEDCBA98
     logits = random(9, spec.num_experts, scale=2.0)
@@ -174,9 +175,9 @@ def test_drawn_experts_are_those_of_uniform_routing(name: str) -> None:
         torch.empty(9, spec.top_k, device=DEVICE),
     )
     live = torch.tensor([8], dtype=torch.int32, device=DEVICE)
-    drawn = Drawn(numbers, positions, seed, layer)
+    drawn = Drawn(numbers, positions, seed, layer, exponent)
     route(logits, Choice(spec, ids, weights, bias, live, drawn))
-    routing = UniformRouting(spec, seed, torch.device(DEVICE))
+    routing = UniformRouting(spec, seed, torch.device(DEVICE), exponent)
     wanted = routing.draw(routing.identify(numbers.long(), positions.long()), layer)
     assert torch.equal(ids[:8], wanted[:8])
     scores = logits.sigmoid() if spec.score is Score.SIGMOID else logits.softmax(-1)
