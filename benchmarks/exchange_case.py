@@ -12,13 +12,16 @@ import torch
 from ep_server.exchange.api import ExchangeSpec, Payload
 from ep_server.exchange.quant import dequantise, quantise
 
-ROUTINGS = ("uniform", "zipf", "one")
+ROUTINGS = ("uniform", "zipf", "one", "spare")
 FORMS = ("own", "deepep")
 
 
 @dataclass(frozen=True)
 class Case:
-    """form: own = weights at dispatch; deepep = weights only at combine. num_sms: 0 = all."""
+    """form: own = weights at dispatch; deepep = weights only at combine. num_sms: 0 = all.
+
+    routing: spare = uniform, and every rank has as many expert slots again, for which no rows come.
+    """
 
     ranks: int
     tokens: int
@@ -34,7 +37,20 @@ class Case:
 
     @property
     def placement(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self._owners for _ in range(self._slots))
+
+    @property
+    def serving(self) -> torch.Tensor:
+        """[E] int64: the slot of each expert."""
+        return torch.arange(self.experts) * self._slots
+
+    @property
+    def _owners(self) -> tuple[int, ...]:
         return tuple(e * self.ranks // self.experts for e in range(self.experts))
+
+    @property
+    def _slots(self) -> int:
+        return 2 if self.routing == "spare" else 1
 
     def spec(self, rank: int) -> ExchangeSpec:
         return ExchangeSpec(
@@ -57,14 +73,14 @@ class Inputs:
             ids = torch.multinomial(share, case.top_k, generator=g)
         else:  # "one": only experts of rank 0
             among = case.experts // (case.ranks if case.routing == "one" else 1)
-            ids = torch.rand(case.tokens, among, generator=g).topk(case.top_k).indices
+            ids = case.serving[torch.rand(case.tokens, among, generator=g).topk(case.top_k).indices]
         x = torch.randn(case.tokens, case.hidden, generator=g).to(torch.bfloat16)
         return Inputs(x, ids, torch.rand(case.tokens, case.top_k, generator=g))
 
 
 def factors(case: Case) -> torch.Tensor:
-    """[E]: what each expert multiplies a row by."""
-    return 1 + torch.arange(case.experts) / 64
+    """By slot: what each expert multiplies a row by."""
+    return 1 + torch.arange(len(case.placement)) / 64
 
 
 def rows_between(case: Case) -> torch.Tensor:
