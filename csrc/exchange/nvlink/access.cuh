@@ -67,6 +67,15 @@ __device__ __forceinline__ void store_relaxed(void* cell, uint64_t value) {
 __device__ __forceinline__ void raise_relaxed(void* cell, uint64_t value) {
   asm volatile("red.relaxed.sys.global.max.u64 [%0], %1;" ::"l"(cell), "l"(value) : "memory");
 }
+// Between warps of a block.
+__device__ __forceinline__ void store_release_block(uint32_t* cell, uint32_t value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(cell), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire_block(const uint32_t* cell) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(cell) : "memory");
+  return value;
+}
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void add(uint64_t& to, uint64_t by) {

@@ -1,5 +1,6 @@
 // Returns rows to their tokens' source and sums them there, in float32 and in rank order. Some warps of each
-// block copy rows to their sources. The others sum tokens whose rows have come, so both overlap.
+// block copy rows to their sources, and one tells the sources what has come: only that one waits for writes
+// to reach another GPU. The others sum tokens whose rows have come, so all of this overlaps.
 #include "exchange/nvlink/bulk_copy.cuh"
 #include "exchange/nvlink/weighted_sum.cuh"
 
@@ -36,11 +37,48 @@ __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins,
   return {source, number, begin, begin < end ? min(kChunkRows, end - begin) : 0};
 }
 
-// Signals the source that a chunk has arrived. The whole warp calls it.
-__device__ __forceinline__ void publish(const Device& g, const Chunk& c, uint64_t operation) {
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0 && c.count != 0)
-    store_release(g.regions[c.source] + g.bulk.chunk_at(g.rank, c.number), operation);
+// The chunks of one copying warp: first, first + step, ...
+struct Share {
+  uint32_t first, step, count;
+
+  __device__ __forceinline__ Share(const Device& g, const Begins& begins, uint32_t warp)
+      : first(warp * gridDim.x + blockIdx.x), step(BulkRing::kWarps * gridDim.x), count(0) {
+    uint32_t most = 0;
+    for (uint32_t s = 0; s < g.num_ranks; ++s)
+      if (s != g.rank) most = max(most, begins.rows(s));
+    const uint32_t chunks = (most + kChunkRows - 1) / kChunkRows * (g.num_ranks - 1);
+    if (first < chunks) count = (chunks - first + step - 1) / step;
+  }
+};
+
+// How many chunks each copying warp has written. In shared memory.
+struct Written {
+  uint32_t chunks[BulkRing::kWarps];
+
+  // The whole warp calls it.
+  __device__ __forceinline__ void set(uint32_t warp, uint32_t count) {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) store_release_block(&chunks[warp], count);
+  }
+};
+
+// One warp signals the sources which chunks have arrived, until all have. Lane = copying warp.
+__device__ __forceinline__ void publish_chunks(const Device& g, const Begins& begins, const Written& written,
+                                               uint64_t operation) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  const Share share(g, begins, min(lane, BulkRing::kWarps - 1));
+  const uint32_t count = lane < BulkRing::kWarps ? share.count : 0;
+  uint32_t published = 0;
+#pragma unroll 1
+  while (__any_sync(kFull, published < count)) {
+    const uint32_t now = published < count ? load_acquire_block(&written.chunks[lane]) : published;
+    if (!__any_sync(kFull, now != published)) continue;
+    fence_system();
+    for (; published < now; ++published) {
+      const Chunk c = chunk_of(g, begins, share.first + published * share.step);
+      if (c.count != 0) store_relaxed(g.regions[c.source] + g.bulk.chunk_at(g.rank, c.number), operation);
+    }
+  }
 }
 
 // Waits until the pieces of all chunks but the last are written.
@@ -55,21 +93,18 @@ __device__ __forceinline__ void await_chunk_before(uint32_t pieces) {
     await_pieces_written<kChunkRows>();
 }
 
-// One warp returns chunks first, first + step, ...
+// One warp returns its share of the chunks.
 __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
-                                            const Begins& begins, uint32_t first, uint32_t step) {
+                                            const Begins& begins, uint32_t warp, Written& written) {
   const uint32_t lane = threadIdx.x % kWarp, others = g.num_ranks - 1;
-  uint32_t most = 0;
-  for (uint32_t s = 0; s < g.num_ranks; ++s)
-    if (s != g.rank) most = max(most, begins.rows(s));
-  const uint32_t chunks = (most + kChunkRows - 1) / kChunkRows * others;
-  const uint32_t mine = first < chunks ? (chunks - first + step - 1) / step : 0;
+  const Share share(g, begins, warp);
+  const uint32_t first = share.first, step = share.step;
   const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
   const uint32_t per_chunk = kChunkRows * pieces;
   const auto* x = static_cast<const std::byte*>(a.x);
   BulkCopy copy(a.row_bytes, a.engine);
   copy.run(
-      mine * per_chunk,
+      share.count * per_chunk,
       [&](uint32_t i, uint32_t& bytes) {
         const uint32_t of = i / per_chunk, rest = i - of * per_chunk, row = rest / pieces,
                        at = (rest - row * pieces) * piece;
@@ -95,13 +130,13 @@ __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineAr
         const uint32_t of = i / per_chunk;
         if (i - of * per_chunk != per_chunk - 1) return;
         if (!a.engine) {
-          publish(g, chunk_of(g, begins, first + of * step), o.operation);
+          written.set(warp, of + 1);
         } else if (of != 0) {
           await_chunk_before(per_chunk);
-          publish(g, chunk_of(g, begins, first + (of - 1) * step), o.operation);
+          written.set(warp, of);
         }
       });
-  if (a.engine && mine != 0) publish(g, chunk_of(g, begins, first + (mine - 1) * step), o.operation);
+  if (a.engine) written.set(warp, share.count);
 }
 
 // 8 bf16 channels added to 8 sums.
@@ -224,14 +259,18 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
     bulk_combine_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkCombineArgs a) {
   __shared__ BulkOpened o;
   __shared__ Begins begins;
+  __shared__ Written written;
+  if (threadIdx.x < BulkRing::kWarps) written.chunks[threadIdx.x] = 0;
   begins.find(g, a.prefix);
   open_bulk(g, Op::kCombine, &a.target, o);
   const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::kWarps;
-  const uint32_t summing = blockDim.x / kWarp - copying;
+  const uint32_t others = copying + 1, summing = blockDim.x / kWarp - others;
   if (o.alive && warp < copying && g.num_ranks > 1)
-    return_rows(g, a, o, begins, warp * gridDim.x + blockIdx.x, copying * gridDim.x);
-  else if (o.alive && warp >= copying)
-    sum_tokens(g, a, o, begins.at[g.rank], (warp - copying) * gridDim.x + blockIdx.x, summing * gridDim.x);
+    return_rows(g, a, o, begins, warp, written);
+  else if (o.alive && warp == copying && g.num_ranks > 1)
+    publish_chunks(g, begins, written, o.operation);
+  else if (o.alive && warp > copying)
+    sum_tokens(g, a, o, begins.at[g.rank], (warp - others) * gridDim.x + blockIdx.x, summing * gridDim.x);
   close_bulk(g, o.alive);
 }
 

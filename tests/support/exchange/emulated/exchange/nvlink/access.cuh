@@ -44,6 +44,10 @@ inline void raise_relaxed(void* cell, uint64_t value) {
          !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
+inline void store_release_block(uint32_t* cell, uint32_t value) {
+  __atomic_store_n(cell, value, __ATOMIC_RELEASE);
+}
+inline uint32_t load_acquire_block(const uint32_t* cell) { return look<uint32_t>(cell, __ATOMIC_ACQUIRE); }
 inline void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void fence_gpu() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void add(uint64_t& to, uint64_t by) { __atomic_fetch_add(&to, by, __ATOMIC_RELAXED); }
