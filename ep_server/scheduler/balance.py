@@ -16,6 +16,7 @@ from ep_server.records import EMPTY, WAYS
 from ep_server.scheduler.placement import Placement, covers_any_loss
 
 NOISE = 3.0  # standard deviations of a rank's rows; a smaller imbalance may be chance
+WORTH = 0.5  # of what a load would level: a spare copy that serves takes a slot from a more popular expert
 NEARLY = 0.8  # a whole expert is moved rather than a part of one if it levels at least so much of it
 RECEIVERS = 4  # least loaded ranks considered for a new copy
 
@@ -188,6 +189,8 @@ class _Draft:
         draft, before = self._copy(self.fixed), self._overload(limits.act_above)
         draft._level(limits, moves)
         after = draft._overload(limits.act_above)
+        if after and moves <= len(draft.loaded):
+            return draft if draft.loaded else None  # the next plan goes on, before spare copies take the slots
         if after:
             roomy = draft._copy(self.fixed)
             roomy._make_room(moves, max(self.loads.values()) + limits.gain * mean)
@@ -207,7 +210,8 @@ class _Draft:
         goal = self._goal(limits.aim, copies)
         while max(self.loads.values()) > goal:
             spare = sum(map(bool, self.parts)) < copies
-            shift = self._best(goal, 0, spare) or self._best(goal, moves - len(self.loaded), spare)
+            free, load = self._best(goal, 0, spare), self._best(goal, moves - len(self.loaded), spare)
+            shift = free if free and (load is None or free.score >= WORTH * load.score) else load
             if shift is None:
                 break
             self._shift(shift)
@@ -356,13 +360,15 @@ class _Draft:
                 self._move_whole(min(movable, key=lambda slot: (self.unit(slot), slot)), most)
 
     def _move_whole(self, slot: int, most: float) -> None:
-        """Move an expert to the rank with the most free slots, if one can take it; the slot is left empty."""
-        holders, expert = self._holders(self.experts[slot]), self.experts[slot]
-        fits = [r for r in self.loads if r not in holders and self.loads[r] + self.rows[expert] <= most]
-        room = {rank: len(free) for rank in fits if (free := self._free_slots(rank))}
-        if room:
-            to = max(room, key=lambda rank: (room[rank], -self.loads[rank], -rank))
-            self._reassign(slot, self._load(expert, to), WAYS)
+        """Move an expert to a rank that holds it, or else has the most free slots; the slot is left empty."""
+        holders = self._holders(self.experts[slot]) if self._is_expendable(slot) else {}
+        expert = self.experts[slot]
+        fits = [r for r in self.loads if r != self.rank(slot) and self.loads[r] + self.rows[expert] <= most]
+        room = {rank: len(self._free_slots(rank)) for rank in fits}
+        if targets := [rank for rank in fits if rank in holders or room[rank]]:
+            to = max(targets, key=lambda rank: (rank in holders, room[rank], -self.loads[rank], -rank))
+            target = holders[to] if to in holders else self._load(expert, to)
+            self._reassign(slot, target, WAYS)
             self.experts[slot] = EMPTY
 
     def _has_room(self, rank: int) -> bool:

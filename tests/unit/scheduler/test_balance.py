@@ -225,6 +225,17 @@ def test_full_ranks_make_room_first():
     assert level_of(rows, settled, (0, 1)) <= 1.05
 
 
+@pytest.mark.parametrize("first", [0, 31, 64, 97])
+def test_spare_copies_of_cold_experts_give_way(first):
+    """EP2 with few spare slots, all filled at start: what is popular may lie behind the copies there are."""
+    popular = zipf(128)
+    rows = [[popular[(expert + first) % 128] for expert in range(128)]]
+    start = first_placement(1, 128, 71, range(2), 2).with_copies(range(2))
+    settled, loads = settle(rows, start, range(2), BalanceLimits(moves=4))
+    assert level_of(rows, settled, range(2)) <= 1.03
+    assert loads <= 14
+
+
 def test_copies_of_a_lost_rank_no_longer_serve():
     placement = Placement(2, 2, ((0, 1, 0, 1, 0, 1),), ((0, 0, 1, 0, 1, 1),))
     plan = plan_balance([[1000_000, 100_000]], placement, (0, 2), LIMITS)
