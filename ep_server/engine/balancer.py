@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,7 @@ COUNT_SECONDS, PREPARE_SECONDS, SWITCH_SECONDS, DROP_SECONDS = 30.0, 600.0, 60.0
 KEPT = 0.5  # of the rows counted before, in those that the next plan sees
 
 Rows = list[list[float]]  # by layer, by expert
+TURN_SECONDS = 0.0002  # that a plan computes before another thread, which may have tokens to deliver, goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Balancer:
         measured = await self._count(before.num_experts)
         if measured is None:
             return
-        plan = await asyncio.to_thread(plan_balance, self._rows, before, live, limits)
+        plan = await asyncio.to_thread(_plan, self._rows, before, live, limits)
         if plan.placement != before:
             async with self._ranks.orders.changing:
                 await self._switch(before, plan, measured)
@@ -178,3 +180,13 @@ class Balancer:
             self._clock() - began,
             max(one.seconds for one in done) * 1000,
         )
+
+
+def _plan(rows: Rows, placement: Placement, live: tuple[int, ...], limits: BalanceLimits) -> Plan:
+    """plan_balance() in a thread beside the event loop, which hardly waits for it."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_SECONDS)
+    try:
+        return plan_balance(rows, placement, live, limits)
+    finally:
+        sys.setswitchinterval(usual)

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 LAST_MESSAGE_SECONDS = 2.0  # to send the last message
 PR_SET_PDEATHSIG = 1
+TURN_SECONDS = 0.0002  # of a thread that prepares a change, before the loop, which runs steps, goes on
 
 Choose: TypeAlias = "Callable[[pb.Start, Config], Device]"
 
@@ -131,6 +132,7 @@ def main(choose: Choose | None = None) -> int:
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()
     die_with(options.parent)
+    sys.setswitchinterval(TURN_SECONDS)
     logging.basicConfig(format=f"rank {options.rank}: %(levelname)s %(message)s")
     channel = RankChannel(socket.socket(fileno=options.channel))
     try:

@@ -190,7 +190,9 @@ class _Draft:
         draft._level(limits, moves)
         after = draft._overload(limits.act_above)
         if after and moves <= len(draft.loaded):
-            return draft if draft.loaded else None  # the next plan goes on, before spare copies take the slots
+            return (
+                draft if draft.loaded else None
+            )  # the next plan goes on, before spare copies take the slots
         if after:
             roomy = draft._copy(self.fixed)
             roomy._make_room(moves, max(self.loads.values()) + limits.gain * mean)
@@ -238,9 +240,10 @@ class _Draft:
         hot = max(self.loads, key=lambda rank: (self.loads[rank], -rank))
         receivers = self._receivers(goal) if moves > 0 else ()
         best: _Shift | None = None
+        holders = self._all_holders()
         for slot in self.slots(hot):
             if self.parts[slot] and self.unit(slot):
-                for shift in self._shifts(slot, goal, receivers, spare):
+                for shift in self._shifts(slot, goal, receivers, spare, holders[self.experts[slot]]):
                     if best is None or shift.score > best.score:
                         best = shift
         return best
@@ -255,15 +258,16 @@ class _Draft:
                 found.append(rank)
         return tuple(found)
 
-    def _shifts(self, slot: int, goal: float, receivers: tuple[int, ...], spare: bool) -> Iterator[_Shift]:
+    def _shifts(
+        self, slot: int, goal: float, receivers: tuple[int, ...], spare: bool, holders: dict[int, int]
+    ) -> Iterator[_Shift]:
         """From a slot to ranks that hold its expert, or else to receivers, that lower the higher load."""
-        holders = {} if receivers else self._holders(self.experts[slot])
         all_parts, unit, here = self.parts[slot], self.unit(slot), self.loads[self.rank(slot)]
         for rank in receivers or holders:
             there = self.loads[rank]
             if rank == self.rank(slot) or there >= goal:
                 continue
-            if receivers and self._slot_of(self.experts[slot], rank) is not None:
+            if receivers and rank in holders:
                 continue
             fitting = round(min(here - goal, goal - there) / unit)
             for parts in {min(max(fitting, 1), all_parts), all_parts}:
@@ -274,19 +278,22 @@ class _Draft:
 
     def _holders(self, expert: int) -> dict[int, int]:
         """By live rank, the slot that holds an expert; one that serves, if there are two."""
-        found: dict[int, int] = {}
-        for slot, held in enumerate(self.experts):
-            rank = self.rank(slot)
-            if held == expert and rank in self.loads and not (rank in found and self.parts[found[rank]]):
-                found[rank] = slot
+        return self._all_holders()[expert]
+
+    def _all_holders(self) -> list[dict[int, int]]:
+        """By expert: see _holders()."""
+        found: list[dict[int, int]] = [{} for _ in self.rows]
+        for rank in self.loads:
+            for slot in self.slots(rank):
+                if (expert := self.experts[slot]) != EMPTY:
+                    held = found[expert]
+                    if rank not in held or not self.parts[held[rank]]:
+                        held[rank] = slot
         return found
 
-    def _slot_of(self, expert: int, rank: int) -> int | None:
-        held = [slot for slot in self.slots(rank) if self.experts[slot] == expert]
-        return max(held, key=lambda slot: self.parts[slot], default=None)
-
     def _shift(self, shift: _Shift) -> None:
-        expert, target = self.experts[shift.slot], self._slot_of(self.experts[shift.slot], shift.rank)
+        expert = self.experts[shift.slot]
+        target = self._holders(expert).get(shift.rank)
         if target is None:
             target = self._load(expert, shift.rank)
         self._reassign(shift.slot, target, shift.parts)
