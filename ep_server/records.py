@@ -335,6 +335,7 @@ class RankReady:
     kv_host_bytes: int = 0
     kv_address: str = ""
     kv_local: str = ""
+    gpus: int = 0  # that ranks of its host can use
 
 
 @dataclass(frozen=True, slots=True)

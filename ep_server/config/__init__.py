@@ -117,8 +117,8 @@ class Config:
         if 0 < parallel.max_ranks < parallel.ranks:
             allowed = f"0, or at least parallel.ranks = {parallel.ranks}"
             raise ConfigError("parallel.max_ranks", parallel.max_ranks, allowed)
-        if parallel.max_ranks > parallel.ranks and (self.cluster.nodes > 1 or parallel.device != "cpu"):
-            allowed = "0 or parallel.ranks, unless parallel.device = cpu and cluster.nodes = 1"
+        if parallel.max_ranks > parallel.ranks and self.cluster.nodes > 1:
+            allowed = "0 or parallel.ranks, unless cluster.nodes = 1"
             raise ConfigError("parallel.max_ranks", parallel.max_ranks, allowed)
         if self.exchange.num_banks & (self.exchange.num_banks - 1):
             raise ConfigError("exchange.num_banks", self.exchange.num_banks, "a power of two, 2 to 16")

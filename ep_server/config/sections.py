@@ -74,7 +74,7 @@ class ParallelConfig:
     ranks: int = option(1, "Rank processes on this node.", low=1, high=64)
     max_ranks: int = option(
         0,
-        "Rank processes that this node may grow to. CPU ranks of one node. 0: parallel.ranks.",
+        "Rank processes that this node may grow to, if it is the only one. 0: parallel.ranks.",
         low=0,
         high=64,
     )

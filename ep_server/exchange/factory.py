@@ -94,6 +94,7 @@ class Opening:
     device_memory: how rows of a device reach the network; see gpu_direct.rows_on_device.
     num_sms: multiprocessors of a GPU that a kernel may fill; 0 = all.
     joins: this rank takes the place of one that was lost; the others meet it in their next reset().
+    absent: ranks that take no part yet. Only where replaces_ranks().
     """
 
     segment: int
@@ -105,6 +106,7 @@ class Opening:
     device_memory: str = "auto"
     num_sms: int = 0
     joins: bool = False
+    absent: frozenset[int] = frozenset()
 
 
 def open_exchange(topology: Topology, spec: ExchangeSpec, device: torch.device, opening: Opening) -> Exchange:
@@ -188,6 +190,7 @@ def _open_group(
     finally:
         if owned:
             os.close(segment)
+    group.mask(opening.absent)
     opening.on_open(group)
     return group
 

@@ -94,9 +94,6 @@ def build_rank(
     device = choose(start, config)
     # Before the weights: its heartbeat shows that this rank is alive, however long loading takes.
     exchange = device.open(spec, front.opening)
-    live = frozenset(start.live) or frozenset(range(spec.num_ranks))
-    if exchange.membership is not None and len(live) < spec.num_ranks:
-        exchange.membership.mask(frozenset(range(spec.num_ranks)) - live)
     placement = placement_of(start.placement) if start.HasField("placement") else None
     progress = front.progress
     with ThreadPoolExecutor(1, "vocabulary") as beside:
@@ -110,7 +107,7 @@ def build_rank(
     experts = None
     if placement is not None:
         experts = RankExperts(params, built.runner, partial(load_experts, model))
-        experts.use(placement, live)
+        experts.use(placement, frozenset(start.live))
         experts.waits = start.joins
     limits = _limits(config, model, built, device.ahead)
     if device.warms_alone or not start.joins:
@@ -137,6 +134,7 @@ def build_rank(
         kv_host_bytes=built.copier.slots * model.kv_block_bytes(limits.block_size),
         kv_address=address,
         kv_local=local,
+        gpus=torch.cuda.device_count() if config.parallel.device == "cuda" else 0,
     )
     return RankParts(
         exchange,

@@ -39,6 +39,7 @@ def open_exchange(
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
     local = local_ranks(config)
+    live = frozenset(start.live) or frozenset(range(spec.num_ranks))
     spin_us = spin_budget(config.exchange.spin_us, len(local) * start.threads, usable_cores())
     options = fabric_options(config.fabric, spec.rank - local.start, len(local))
 
@@ -55,6 +56,7 @@ def open_exchange(
         options=replace(options, connect_seconds=config.cluster.connect_seconds),
         device_memory=config.exchange.device_memory,
         joins=start.joins,
+        absent=frozenset(range(spec.num_ranks)) - live,
     )
     topology = replace(topology_of(config, spec), gpus=device.type == "cuda")
     return factory.open_exchange(topology, spec, device, resources)

@@ -153,7 +153,11 @@ def spares_that_fit(config: Config, spec: ModelSpec, available: int, *, packed: 
     """
     given, ranks, plain = config.resilience.spare_slots, num_ranks(config), with_spares(config, 0)
     exchange = exchange_spec(plain, spec, 0)
-    usable = outlives_losses(config) and replaces_ranks(topology_of(plain, exchange), exchange)
+    topology = topology_of(plain, exchange)
+    usable = outlives_losses(config) and replaces_ranks(topology, exchange)
+    if most_ranks(config) > ranks and not replaces_ranks(topology, exchange):
+        allowed = "0 or parallel.ranks for float32 on GPUs"
+        raise ConfigError("parallel.max_ranks", config.parallel.max_ranks, allowed)
     if given != "auto":
         if given != "0" and not (usable or ranks == 1):
             allowed = "auto or 0, unless cluster.nodes = 1, on_rank_loss = recover and no float32 on GPUs"

@@ -152,7 +152,8 @@ class RankProcesses:
     async def scale(self, count: int, hold_out: frozenset[int]) -> float:
         """As Ranks.scale. It goes on if the caller leaves."""
         if self._generations is None or self._stopping is not None:
-            raise WrongState("only CPU ranks of one node, with resilience.on_rank_loss = recover, can change")
+            allowed = "of one node, with resilience.on_rank_loss = recover and no float32 on GPUs"
+            raise WrongState(f"only ranks {allowed} can change")
         if self._scaling is not None and not self._scaling.done():
             raise WrongState("another call of Scale runs")
         made = scale(self._generations, count, hold_out, self.num_ranks, self._board.ready.values())

@@ -143,7 +143,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Changes which ranks serve, up to parallel.max_ranks; CPU ranks of one node. No stream ends: requests of a rank that
+        """Changes which ranks serve, up to parallel.max_ranks; the ranks of one node. No stream ends: requests of a rank that
         leaves continue at others. It returns once the ranks have switched.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

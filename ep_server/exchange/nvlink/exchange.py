@@ -76,6 +76,7 @@ class NvlinkExchange:
         spec: this rank's; the other ranks' differ in `rank` only.
         control: the group of control_spec(spec) over the same ranks; owned by the exchange from now on.
           all_gather, barrier and reset run there: every rank calls them, each from a thread of its own.
+          The ranks that it masks are absent until a reset().
         device: GPU ordinal; None = the current one.
         on_timeout: "raise" aborts the group; "mask" continues without the peer.
         num_sms: multiprocessors that a kernel may fill; 0 = all; 1 is enough for any operation.
@@ -117,9 +118,10 @@ class NvlinkExchange:
             self.shapes = Shapes(self.spec, self.device, aligned=True)
             group = make_group(self.spec, self.device, on_timeout)
             launcher = Launcher(group, self.spec, self.shapes, num_sms)
-            if self._fresh:
-                group.reset(0, rank_bits(self.spec, set(range(self.spec.num_ranks)) - {self.spec.rank}))
-            else:
+            others = set(range(self.spec.num_ranks)) - {self.spec.rank}
+            if absent := others if self._fresh else self._control.masked:
+                group.reset(0, rank_bits(self.spec, absent))
+            if not self._fresh:
                 share_regions(self._control, self.spec, group)
             group.watch(self._control.native.head, self._control.native)
         return launcher

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.client import AsyncClient
 from ep_server.config import Config
 from tests.support.ranks.serving import serving
 from tests.support.raw_client import Output
@@ -38,7 +40,37 @@ def seen(output: Output) -> tuple[Any, ...]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_no_output_changes() -> None:
-    config = Config.from_values(
+    async with serving(configured(), INTERPRETED) as served:
+        expected = [seen(output) for output in await served.run(requests())]
+        for rank in (1, 0):
+            pids = served.group.pids
+            outputs = await served.lose(rank, NEW // 2, requests())
+            assert [seen(output) for output in outputs] == expected
+            assert served.group.pids[1 - rank] == pids[1 - rank], "the other rank keeps its process"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_ranks_leave_and_join() -> None:
+    """Two become one and two again; then the lower one is held out, and returns."""
+    steps: list[tuple[dict[str, Any], set[int]]] = [
+        ({"ranks": 1}, {0}),
+        ({"ranks": 2}, {0, 1}),
+        ({"hold_out": [0]}, {1}),
+        ({}, {0, 1}),
+    ]
+    async with serving(configured(), INTERPRETED) as served, AsyncClient(served.server.address) as client:
+        expected = [seen(output) for output in await served.run(requests())]
+        for asked, live in steps:
+            running, waiting = asyncio.ensure_future(served.run(requests())), served.server.engine._requests
+            await served.until(lambda: max((len(one.output) for one in waiting), default=0) >= NEW // 3)  # noqa: B023
+            assert set((await client.scale(**asked)).live) == served.group.live == live
+            assert [seen(output) for output in await running] == expected
+        assert not served.heard.lost and not served.heard.recovered
+
+
+def configured() -> Config:
+    return Config.from_values(
         {
             "grpc.port": 0,
             "model.path": str(DEMO_MODEL),
@@ -56,10 +88,3 @@ async def test_no_output_changes() -> None:
             "scheduler.max_running": 8,
         }
     )
-    async with serving(config, INTERPRETED) as served:
-        expected = [seen(output) for output in await served.run(requests())]
-        for rank in (1, 0):
-            pids = served.group.pids
-            outputs = await served.lose(rank, NEW // 2, requests())
-            assert [seen(output) for output in outputs] == expected
-            assert served.group.pids[1 - rank] == pids[1 - rank], "the other rank keeps its process"

@@ -54,6 +54,18 @@ def test_spare_slots_need_ranks_that_outlive_a_loss(tiny: Tiny) -> None:
         plan_group(rank_config(tiny.path, 2, resilience__spare_slots="0", resilience__placement="f"))
     with pytest.raises(ConfigError, match="max_ranks"):
         rank_config(tiny.path, 2, parallel__max_ranks=1)
+    with pytest.raises(ConfigError, match=r"max_ranks = 4: .* unless cluster\.nodes = 1"):
+        rank_config(tiny.path, 2, parallel__max_ranks=4, cluster__nodes=2)
+
+
+def test_gpus_may_have_more_ranks_later(tiny: Tiny) -> None:
+    """But not with rows of float32, which no joining rank can take over."""
+    fields = {"parallel__device": "cuda", "parallel__max_ranks": 4}
+    config = rank_config(tiny.path, 2, model__dtype="bfloat16", **fields)
+    plan = plan_group(config, available=1 << 30)
+    assert plan.exchange.num_ranks == 4 and plan.placement is not None and plan.placement.num_ranks == 4
+    with pytest.raises(ConfigError, match=r"max_ranks = 4: must be 0 or parallel\.ranks for float32"):
+        plan_group(rank_config(tiny.path, 2, model__dtype="float32", **fields), available=1 << 30)
 
 
 @pytest.mark.asyncio

@@ -1,8 +1,12 @@
-"""Ranks on GPUs of which one is killed: waits end by the abort word, and a new process takes its place."""
+"""Ranks on GPUs of which one is killed, or comes later: a new process takes its place beside the others.
+
+Waits of the others end by the abort word.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +29,14 @@ from tests.support.gpus import gpu_of
 WAIT = 120.0
 
 
-def open_end(segment: Segment, rank: int, num_ranks: int, *, joins: bool = False) -> NvlinkExchange:
+def open_end(
+    segment: Segment, rank: int, num_ranks: int, *, joins: bool = False, absent: Iterable[int] = ()
+) -> NvlinkExchange:
     torch.cuda.set_device(gpu_of(rank))
     spec = replaced_spec(rank, num_ranks)
-    return NvlinkExchange(spec, control=open_group(control_spec(spec), segment.fd), joins=joins)
+    control = open_group(control_spec(spec), segment.fd)
+    control.mask(absent)
+    return NvlinkExchange(spec, control=control, joins=joins)
 
 
 class Step:
@@ -59,6 +67,14 @@ class Step:
         self.exchange.synchronize()
         return self.out.cpu()
 
+    def check_without(self, seeds: range) -> None:
+        """The same while LOST is absent."""
+        spec = self.exchange.spec
+        for seed in seeds:
+            inputs = make_inputs(spec, "max_tokens", seed)
+            got = self.sums(inputs[spec.rank])
+            assert_equal(got, sums_without(spec, inputs, LOST), f"rank {spec.rank} without it, seed {seed}")
+
     def check(self, seeds: range) -> None:
         spec = self.exchange.spec
         for seed in seeds:
@@ -81,10 +97,7 @@ def survivor(segment: Segment, rank: int, num_ranks: int, captured: bool, peer: 
     reported = peer.hear(WAIT)
     before = counted(exchange)
     exchange.reset([LOST], generation=1)
-    spec = exchange.spec
-    for seed in range(30, 33):
-        inputs = make_inputs(spec, "max_tokens", seed)
-        assert_equal(step.sums(inputs[rank]), sums_without(spec, inputs, LOST), f"without it, seed {seed}")
+    step.check_without(range(30, 33))
     exchange.reset(generation=2)
     step.check(range(7, 12))
     after = counted(exchange)
@@ -145,3 +158,40 @@ def rank_of(segment: Segment, num_ranks: int, captured: bool, peer: Peer) -> Any
     if number == LOST:
         return lost(segment, num_ranks, captured, peer)
     return survivor(segment, number, num_ranks, captured, peer)
+
+
+def stays(segment: Segment, rank: int, num_ranks: int, captured: bool, peer: Peer) -> None:
+    """Starts without LOST, goes on with it, and without it again."""
+    exchange = open_end(segment, rank, num_ranks, absent=[LOST])
+    step = Step(exchange, captured=captured)
+    assert exchange.masked == {LOST}
+    exchange.barrier()
+    step.check_without(range(1, 6))
+    peer.tell("serves")
+    peer.hear(WAIT)
+    exchange.reset(generation=1)
+    assert exchange.masked == frozenset()
+    step.check(range(7, 12))
+    exchange.reset([LOST], generation=2)
+    step.check_without(range(12, 17))
+    exchange.barrier()
+    exchange.close()
+
+
+def visits(segment: Segment, num_ranks: int, captured: bool, peer: Peer) -> None:
+    """Comes when the others serve, and leaves them."""
+    peer.hear(WAIT)
+    exchange = open_end(segment, LOST, num_ranks, joins=True)
+    step = Step(exchange, captured=captured)
+    peer.tell("ready")
+    peer.hear(WAIT)
+    exchange.reset(generation=1)
+    step.check(range(7, 12))
+    exchange.close()
+
+
+def grown_rank_of(segment: Segment, num_ranks: int, captured: bool, peer: Peer) -> None:
+    """What a process runs: the ranks in order; LOST comes later and leaves."""
+    if segment.number == LOST:
+        return visits(segment, num_ranks, captured, peer)
+    return stays(segment, segment.number, num_ranks, captured, peer)

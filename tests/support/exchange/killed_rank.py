@@ -144,3 +144,24 @@ def check_replaced(program: Callable[..., Any], num_ranks: int, *args: Any) -> N
         assert ended[rank].error is None, f"process {rank}: {ended[rank].trace}"
     print("waits ended after", [f"{ended[rank].value:.4f} s" for rank in others])
     assert all(ended[rank].value < 30 for rank in others), "the deadline is ten minutes"
+
+
+def check_grown(program: Callable[..., Any], num_ranks: int, *args: Any) -> None:
+    """Ranks start without rank 1, which comes and leaves. program: as for check_replaced()."""
+    fields = asdict(replaced_spec(0, num_ranks))
+    kwargs = {field: value for field, value in fields.items() if field not in {"rank", "num_ranks"}}
+    fd = create_segment(control_spec(replaced_spec(0, num_ranks)))
+    others = [rank for rank in range(num_ranks) if rank != LOST]
+    try:
+        with Ranks(program, num_ranks, kwargs, args=args, ends=[Segment(fd)] * num_ranks) as ranks:
+            for rank in others:
+                assert ranks.message(rank, 120) == "serves"
+            ranks.tell(LOST, "start")
+            assert ranks.message(LOST, 120) == "ready"
+            for rank in range(num_ranks):
+                ranks.tell(rank, "regroup")
+            ended = ranks.join(120)
+    finally:
+        os.close(fd)
+    for rank in range(num_ranks):
+        assert ended[rank].error is None, f"rank {rank}: {ended[rank].trace}"

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.exchange.conformance import case_names
 from tests.support.exchange.gpu_sizes import size_names
-from tests.support.exchange.killed_rank import DEATHS, check_killed, check_replaced
+from tests.support.exchange.killed_rank import DEATHS, check_grown, check_killed, check_replaced
 from tests.support.exchange.sequences import sequence_names
 from tests.support.gpus import shared_by
 
@@ -173,6 +173,13 @@ def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: s
 def test_a_killed_rank_is_replaced(num_ranks: int, captured: bool) -> None:
     """At the same addresses: graphs that were captured before the loss are replayed after it."""
     check_replaced(program("gpu_replaced.rank_of"), num_ranks, num_ranks, captured)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_rank_comes_later_and_leaves(num_ranks: int, captured: bool) -> None:
+    """Graphs that were captured without it are replayed with it."""
+    check_grown(program("gpu_replaced.grown_rank_of"), num_ranks, num_ranks, captured)
 
 
 @pytest.mark.parametrize("num_gpus", GROUPS)

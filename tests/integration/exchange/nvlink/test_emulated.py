@@ -14,7 +14,7 @@ import pytest
 from tests.support.exchange.buffer_masks import LOSSES, Lost
 from tests.support.exchange.emulated import programs
 from tests.support.exchange.emulated.built import SECONDS, module
-from tests.support.exchange.killed_rank import DEATHS, check_killed, check_replaced
+from tests.support.exchange.killed_rank import DEATHS, check_grown, check_killed, check_replaced
 from tests.support.exchange.process_group import run_group
 
 pytestmark = pytest.mark.skipif(
@@ -177,3 +177,8 @@ def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: s
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_replaced(num_ranks: int) -> None:
     check_replaced(programs.one_is_replaced, num_ranks, module(), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_comes_later_and_leaves(num_ranks: int) -> None:
+    check_grown(programs.one_comes_and_leaves, num_ranks, module(), num_ranks)

@@ -42,3 +42,11 @@ def one_is_replaced(segment: Segment, path: Path, num_ranks: int, peer: Peer) ->
     with emulated.OnCpu():
         replaced = importlib.import_module("tests.support.exchange.gpu_replaced")
         return replaced.rank_of(segment, num_ranks, False, peer)
+
+
+def one_comes_and_leaves(segment: Segment, path: Path, num_ranks: int, peer: Peer) -> Any:
+    """gpu_replaced.grown_rank_of, without graphs."""
+    emulated.install(path)
+    with emulated.OnCpu():
+        replaced = importlib.import_module("tests.support.exchange.gpu_replaced")
+        return replaced.grown_rank_of(segment, num_ranks, False, peer)
