@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ep_server.errors import WrongState
+from ep_server.errors import EpServerError, InternalError, WrongState
 from ep_server.orders import (
     CountExperts,
     DropChange,
@@ -48,7 +48,8 @@ class OrderDesk:
         try:
             return self._carry_out(order, number)
         except Exception as error:  # the rank continues: a failed order must not end its requests
-            log.exception("%s could not be carried out", order)
+            refused = isinstance(error, EpServerError) and not isinstance(error, InternalError)
+            log.warning("%s is not carried out: %s", type(order).__name__, error, exc_info=not refused)
             return OrderDone(number, error=one_line(error))
 
     def _carry_out(self, order: RankOrder, number: int) -> OrderDone | None:
