@@ -247,7 +247,9 @@ class Engine:
     async def scale(self, ranks: int, hold_out: Sequence[int]) -> float:
         """As Ranks.scale(). No stream ends. Raises: Unavailable, Draining too."""
         self._check_serving()
-        return await self._ranks.scale(ranks, frozenset(hold_out))
+        return await self._delivery.orders.alone(
+            "Scale", lambda: self._ranks.scale(ranks, frozenset(hold_out))
+        )
 
     def subscribe_kv_events(self, start: int = 0) -> KvSubscription:
         """Changes of all ranks' prefix caches; the content first, unless `start` can be resumed from.

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from ep_server.errors import DeadlineExceeded, EpServerError, Unavailable
+from ep_server.errors import DeadlineExceeded, EpServerError, Unavailable, WrongState
 from ep_server.orders import OrderDone, RankOrder
 from ep_server.ranks.protocol import Ranks
+
+TURN_SECONDS = 120.0  # that a change waits for those before it
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class RankOrders:
         self._numbers = itertools.count(1)
         self._open: dict[int, _Open] = {}
         self._over: EpServerError | None = None
+        self._begun: set[str] = set()  # changes that wait or run, by name
         self.changing = asyncio.Lock()  # held by who has the ranks prepare a change, until they have switched
         self.changes = itertools.count(1)  # numbers of changes
 
@@ -60,6 +65,33 @@ class RankOrders:
         if refused:
             raise Unavailable(f"{what}: {'; '.join(refused)}")
         return answers
+
+    async def alone(self, name: str, change: Callable[[], Awaitable[T]], seconds: float = TURN_SECONDS) -> T:
+        """Makes a change of the ranks once no other one runs. It goes on if the caller leaves.
+
+        Raises: WrongState while one of that name waits or runs; Unavailable if its turn does not come within
+            `seconds`; as the change.
+        """
+        if name in self._begun:
+            raise WrongState(f"another call of {name} runs")
+        self._begun.add(name)
+        try:
+            async with asyncio.timeout(seconds):
+                await self.changing.acquire()
+        except TimeoutError:
+            self._begun.discard(name)
+            raise Unavailable(f"the ranks still prepare another change after {seconds:g} s") from None
+        except BaseException:
+            self._begun.discard(name)
+            raise
+        running = asyncio.ensure_future(change())
+
+        def over(_: object) -> None:
+            self._begun.discard(name)
+            self.changing.release()
+
+        running.add_done_callback(over)
+        return await asyncio.shield(running)
 
     def on_done(self, rank: int, done: OrderDone) -> None:
         """An answer; one that nobody waits for any more is dropped."""

@@ -10,6 +10,7 @@ from ep_server.errors import StartupError
 from ep_server.ranks.hosts import Rank, ended
 from ep_server.ranks.signs import Sign
 from ep_server.records import RankReady
+from ep_server.v1 import rank_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,11 @@ class Board:
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     work_number: int = 0
     watching: bool = False
+
+    def send(self, rank: int, message: pb.ToRank) -> None:
+        """To the process that has this place, if one does."""
+        if rank in self.processes:
+            self.processes[rank].send(message.SerializeToString())
 
     async def reap(self, seconds: float) -> None:
         """Waits until no process that has ended holds memory. Raises: StartupError after so many seconds."""

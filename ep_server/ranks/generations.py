@@ -7,7 +7,6 @@ they drop the steps in flight. A planned change is prepared while they serve, an
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import signal
 import time
@@ -15,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from ep_server.errors import EpServerError, StartupError, Unavailable
-from ep_server.orders import DropChange, OrderDone, PrepareGeneration, RankOrder, SwitchChange
+from ep_server.orders import DropChange, PrepareGeneration, SwitchChange
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing, ended
 from ep_server.ranks.messages import placement_message
-from ep_server.ranks.order_messages import order_message
+from ep_server.ranks.own_orders import OwnOrders
 from ep_server.ranks.process import RankCallbacks
 from ep_server.ranks.protocol import GroupState, RankListener, Restarted
 from ep_server.ranks.signs import LossCount, Sign, loss_cause, lost_ranks
@@ -29,8 +28,8 @@ from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-OWN_NUMBERS = 1 << 48  # orders and changes from here on are ours, those below are the engine's
-PREPARE_SECONDS, SWITCH_SECONDS, AGAIN_SECONDS = 600.0, 60.0, 1.0
+PREPARE_SECONDS, SWITCH_SECONDS, DROP_SECONDS, AGAIN_SECONDS = 600.0, 60.0, 1.0, 1.0
+LOOK_SECONDS = 0.02  # between two looks whether the ranks have recovered
 
 
 class Generations:
@@ -59,11 +58,12 @@ class Generations:
         self._ending: set[int] = set()  # their processes are expected to end
         self._joining: set[int] = set()  # processes that load
         self._stale: set[int] = set()  # of these, killed by us
+        self._failed: dict[int, str] = {}  # why processes were lost before they joined
         self._regrouped: dict[int, float] = {}  # rank: seconds for which it read experts
         self._counted: set[int] = set()
-        self._answers: dict[int, dict[int, OrderDone]] = {}  # by order, by rank
-        self._numbers = itertools.count(OWN_NUMBERS)
+        self.orders = OwnOrders(board)
         self._changing = asyncio.Lock()
+        self._places = asyncio.Lock()  # held by who starts or ends processes of ranks that do not serve
         self._returning: asyncio.Task[None] | None = None
         self._offered: dict[int, Placement] = {}  # by change of the engine's
         self.report()
@@ -87,6 +87,7 @@ class Generations:
             self._stale.discard(sign.rank)
             return True
         log.warning("rank %d was lost before it joined: %s", sign.rank, sign.error)
+        self._failed[sign.rank] = str(sign.error)
         self.count([sign], {sign.rank})
         self.report()
         return True
@@ -95,12 +96,6 @@ class Generations:
         """A rank takes part in the generation."""
         if message.generation == self.generation:
             self._regrouped[rank] = message.load_seconds
-
-    def on_order_done(self, rank: int, done: OrderDone) -> bool:
-        """Keeps the answer to an order of ours; False for one of the engine's."""
-        if done.number in self._answers:
-            self._answers[done.number][rank] = done
-        return done.number >= OWN_NUMBERS
 
     def weights_changed(self) -> None:
         """Processes that load read the old weights: others take their place."""
@@ -164,7 +159,7 @@ class Generations:
         if gone:
             log.warning("ranks %s serve without ranks %s", sorted(live), sorted(gone))
         self.report()
-        self._bring_back()
+        self.bring_back()
         seconds = max(self._regrouped.values(), default=0.0)
         return Restarted([*self._board.ready.values()], live - new, seconds)
 
@@ -189,7 +184,7 @@ class Generations:
             live=sorted(live),
             placement=None if placement is None else placement_message(placement),
         )
-        self._send(rank, pb.ToRank(regroup=order))
+        self._board.send(rank, pb.ToRank(regroup=order))
 
     async def _end(self, ranks: Collection[int]) -> None:
         """Ends processes, which may still hold memory then, and reads their channels to the end."""
@@ -230,18 +225,23 @@ class Generations:
             if often := self._losses.too_often(rank):
                 self.out[rank] = often
 
-    def _bring_back(self) -> None:
-        """Starts to bring back the ranks that are wanted and absent, and the processes on standby."""
+    def bring_back(self) -> None:
+        """Begins to have the ranks serve that are wanted, and no others, and to refill the standby."""
         if self._returning is None or self._returning.done():
             self._returning = asyncio.get_running_loop().create_task(self._return())
 
     async def _return(self) -> None:
-        while absent := self.wanted - self.live - set(self.out):
-            rank = min(absent)
+        while (absent := self.wanted - self.live - set(self.out)) or (
+            self.live - self.wanted and self.live & self.wanted
+        ):
             try:
-                await self.join([rank])
+                if absent:
+                    await self.join([min(absent)])
+                else:
+                    await self.change(self.live & self.wanted)
             except (EpServerError, OSError) as error:
-                log.warning("rank %d does not join yet: %s", rank, error)
+                what = f"rank {min(absent)} does not join" if absent else "ranks that shall leave do not"
+                log.warning("%s yet: %s", what, error)
                 await asyncio.sleep(AGAIN_SECONDS)
         for rank in sorted(set(self.out) - self.live - self.held):
             log.error("rank %d stays out: %s; look at the host", rank, self.out[rank])
@@ -253,16 +253,24 @@ class Generations:
         Returns: as change().
         """
         await self._until_over()
-        stale = [r for r in ranks if r in self._board.processes and r not in self._joining | self.live]
-        await self._end(stale)
-        begun = [rank for rank in ranks if rank not in self._board.processes]
-        self._counted -= set(begun)
-        await self._start(begun)
+        async with self._places:  # who calls second for a rank waits for the process of the first
+            stale = [r for r in ranks if r in self._board.processes and r not in self._joining | self.live]
+            await self._end(stale)
+            begun = [rank for rank in ranks if rank not in self._board.processes]
+            self._counted -= set(begun)
+            self._failed = {rank: why for rank, why in self._failed.items() if rank not in begun}
+            await self._start(begun)
         await self._until_ready(ranks, "one starts", alone=True)
         lost = sorted(set(ranks) - self._joining - self.live)
         if lost:
-            raise Unavailable(f"ranks {lost} were lost while they started")
+            why = "".join(f"; rank {rank}: {self._failed[rank]}" for rank in lost if rank in self._failed)
+            raise Unavailable(f"ranks {lost} were lost while they started{why}")
         return await self.change(self.live | set(ranks))
+
+    async def let_go(self, ranks: Collection[int]) -> None:
+        """Ends those of these processes that load, or have loaded, and shall not take part after all."""
+        async with self._places:
+            await self._end((set(ranks) & self._joining) - self.wanted)
 
     async def change(self, live: Collection[int]) -> float:
         """Has the ranks switch to others by vote. Processes of new ones are ready.
@@ -278,15 +286,24 @@ class Generations:
             placement = self.placement and next_placement(self.placement, target, **self._joined)
             if placement is None:
                 raise Unavailable(f"{len(target)} ranks have too few expert slots (resilience.spare_slots)")
-            change = next(self._numbers)
+            change = next(self.orders.numbers)
             order = PrepareGeneration(change, self.generation + 1, tuple(sorted(target)), placement)
+            asked = before | target
+
+            def disturbed() -> bool:
+                return bool(self._board.signs) or not self.over
+
+            def incomplete() -> bool:
+                return disturbed() or not asked <= self.live | self._joining
+
             try:
-                await self._ask(before | target, order, PREPARE_SECONDS)
-                if not self.over or self.live != before or self._board.signs:
+                await self.orders.give(asked, order, PREPARE_SECONDS, incomplete)
+                if incomplete() or self.live != before:
                     raise Unavailable("a rank was lost meanwhile")
             except EpServerError:
                 with suppress(EpServerError):
-                    await self._ask((before | target) & set(self._board.processes), DropChange(change), 1.0)
+                    present, drop = asked & (self.live | self._joining), DropChange(change)
+                    await self.orders.give(present, drop, DROP_SECONDS, disturbed)
                 raise
             return await self._switch(change, before, target, placement)
 
@@ -304,10 +321,8 @@ class Generations:
         for rank in target - before:
             self._regroup(rank, target, placement, [])
             if self._board.watching:
-                self._send(rank, pb.ToRank(watch_cache=pb.WatchCache(on=True)))
-        number = self._order(before, SwitchChange(change), self._board.work_number)
-        answers = self._answers[number]
-        try:
+                self._board.send(rank, pb.ToRank(watch_cache=pb.WatchCache(on=True)))
+        with self.orders.answers(before, SwitchChange(change), self._board.work_number) as answers:
             await self._board.until(
                 lambda: (
                     (set(answers) >= before and set(self._regrouped) >= target - before)
@@ -317,8 +332,6 @@ class Generations:
                 SWITCH_SECONDS,
                 "they switch",
             )
-        finally:
-            del self._answers[number]
         if self._board.signs or not self.over:
             raise Unavailable("a rank was lost while the ranks switched")
         pause = max((done.seconds for done in answers.values()), default=0.0)
@@ -336,12 +349,13 @@ class Generations:
 
     async def _leave(self, ranks: Collection[int]) -> None:
         """Ends the processes of ranks that no longer take part."""
-        processes = [self._board.processes[rank] for rank in ranks if rank in self._board.processes]
-        self._ending |= set(ranks)
-        for process in processes:
-            self._send(process.rank, pb.ToRank(shutdown=pb.Shutdown()))
-        await ended(processes, self._timing.grace)
-        await self._end(ranks)
+        async with self._places:
+            processes = [self._board.processes[rank] for rank in ranks if rank in self._board.processes]
+            self._ending |= set(ranks)
+            for process in processes:
+                self._board.send(process.rank, pb.ToRank(shutdown=pb.Shutdown()))
+            await ended(processes, self._timing.grace)
+            await self._end(ranks)
 
     async def _until_ready(self, ranks: Collection[int], what: str, *, alone: bool = False) -> None:
         """Or until one of them is lost; unless `alone`, any one of the group."""
@@ -357,41 +371,14 @@ class Generations:
         )
 
     async def _until_over(self) -> None:
-        while not self.over or self._board.signs:
-            await asyncio.sleep(0.02)
-
-    async def _ask(self, ranks: Collection[int], order: RankOrder, seconds: float) -> None:
-        """Has ranks carry out an order. Raises: Unavailable."""
-        number = self._order(ranks, order)
-        answers = self._answers[number]
+        """Raises: Unavailable if a recovery takes longer than a start may."""
+        seconds = self._timing.start_stall
         try:
-            await self._board.until(
-                lambda: (
-                    set(answers) >= set(ranks)
-                    or bool(self._board.signs)
-                    or not self.over
-                    or not set(ranks) <= self.live | self._joining
-                ),
-                seconds,
-                "they prepare another generation",
-            )
-        finally:
-            del self._answers[number]
-        if not set(answers) >= set(ranks):
-            raise Unavailable("a rank was lost meanwhile")
-        if refused := [f"rank {rank}: {done.error}" for rank, done in sorted(answers.items()) if done.error]:
-            raise Unavailable("; ".join(refused))
-
-    def _order(self, ranks: Collection[int], order: RankOrder, work_number: int = 0) -> int:
-        number = next(self._numbers)
-        self._answers[number] = {}
-        for rank in sorted(ranks):
-            self._send(rank, order_message(order, number, work_number))
-        return number
-
-    def _send(self, rank: int, message: pb.ToRank) -> None:
-        if rank in self._board.processes:
-            self._board.processes[rank].send(message.SerializeToString())
+            async with asyncio.timeout(seconds):
+                while not self.over or self._board.signs:
+                    await asyncio.sleep(LOOK_SECONDS)
+        except TimeoutError:
+            raise Unavailable(f"the ranks have not recovered from a loss within {seconds:g} s") from None
 
     async def stop(self) -> None:
         """Begins nothing more."""

@@ -36,7 +36,7 @@ from ep_server.ranks.messages import (
 from ep_server.ranks.order_messages import order_done_of, order_message
 from ep_server.ranks.process import RankCallbacks, exit_reason
 from ep_server.ranks.protocol import RankListener, Restarted
-from ep_server.ranks.scaling import scale
+from ep_server.ranks.scaling import Wanted, scale
 from ep_server.ranks.signs import Kind, Sign, cause, kind_of, loss_cause, lost_ranks, start_error
 from ep_server.ranks.slots import most_ranks, num_ranks
 from ep_server.records import RankReady, Request
@@ -165,6 +165,16 @@ class RankProcesses:
                 raise Unavailable("the ranks stopped meanwhile") from None
             raise
 
+    @property
+    def wanted(self) -> Wanted | None:
+        """Which ranks shall serve; None before they have started, or if these ranks cannot change."""
+        return None if self._generations is None else Wanted.of(self._generations)
+
+    def want(self, wanted: Wanted) -> None:
+        """Has them become so, as soon as they can."""
+        if self._generations is not None and wanted != self.wanted:
+            wanted.want(self._generations)
+
     def submit(self, rank: int, request: Request) -> None:
         """As Ranks.submit: the request goes to its rank, its work number to all."""
         self._board.work_number += 1
@@ -289,7 +299,7 @@ class RankProcesses:
             listener.on_kv_events(kv_events_of(rank, message.kv_events))
         elif kind == "order_done":
             done = order_done_of(message.order_done)
-            if self._generations is None or not self._generations.on_order_done(rank, done):
+            if self._generations is None or not self._generations.orders.on_done(rank, done):
                 listener.on_order_done(rank, done)
         elif kind in ("fatal", "interrupted"):
             fatal = message.fatal if kind == "fatal" else message.interrupted

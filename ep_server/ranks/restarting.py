@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection
 
 from ep_server.errors import InternalError, StartupError
 from ep_server.orders import RankOrder
-from ep_server.ranks.protocol import RankListener, Ranks, Restarted
+from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.protocol import RankListener, Restarted
+from ep_server.ranks.scaling import Wanted
 from ep_server.records import RankReady, Request
 
 log = logging.getLogger(__name__)
@@ -19,12 +21,13 @@ log = logging.getLogger(__name__)
 class RestartingRanks:
     """A group of ranks, and after each loss the next one. make: gives a group that has not started."""
 
-    def __init__(self, make: Callable[[], Ranks]) -> None:
+    def __init__(self, make: Callable[[], RankProcesses]) -> None:
         self._make = make
         self.group = make()
         self.num_ranks = self.group.num_ranks
         self._listener: RankListener | None = None
         self._weights: tuple[str, int] | None = None
+        self._wanted: Wanted | None = None  # as the group that ended was scaled
 
     def __repr__(self) -> str:
         return f"RestartingRanks({self.group!r})"
@@ -45,10 +48,14 @@ class RestartingRanks:
         except StartupError as error:
             log.warning("all ranks start again: %s", error)
         await self.group.stop()
+        self._wanted = self.group.wanted or self._wanted
         self.group = self._make()
         if self._weights is not None:
             self.group.use_weights(*self._weights)
-        return Restarted(await self.group.start(self._listener, lambda *_: None))
+        ready = await self.group.start(self._listener, lambda *_: None)
+        if self._wanted is not None:
+            self.group.want(self._wanted)
+        return Restarted(ready)
 
     async def scale(self, count: int, hold_out: frozenset[int]) -> float:
         """As Ranks.scale."""

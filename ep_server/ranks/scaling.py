@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import NamedTuple
 
 from ep_server.errors import EpServerError, InvalidArgument, WrongState
@@ -32,6 +33,25 @@ class Places(NamedTuple):
         return f"parallel.max_ranks, {self.gpus} GPUs of this host" if self.gpus else "parallel.max_ranks"
 
 
+class Wanted(NamedTuple):
+    """ranks: that shall serve. held: by an operator's wish out."""
+
+    ranks: frozenset[int]
+    held: frozenset[int]
+
+    @staticmethod
+    def of(group: Generations) -> Wanted:
+        """What scale() has made of a group."""
+        return Wanted(group.wanted, group.held)
+
+    def want(self, group: Generations) -> None:
+        """Has another group become the same, as soon as it can."""
+        group.wanted, group.held = self
+        group.out = dict.fromkeys(self.held, HELD)
+        group.report()
+        group.bring_back()
+
+
 async def scale(
     group: Generations, count: int, hold_out: frozenset[int], most: int, ready: Collection[RankReady]
 ) -> float:
@@ -49,6 +69,9 @@ async def scale(
     except EpServerError:
         if group.live != target:  # else it stands, though a rank was lost while they switched
             group.wanted, group.held, group.out = before
+            with suppress(EpServerError):
+                await group.let_go(joining)
+            group.bring_back()  # those that have left already
         raise
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient
 from ep_server.errors import EpServerError
+from ep_server.orders import DropChange, PrepareWeights
 from tests.support.losing import ASKED, WAIT, losing, run_all, seen
+from tests.support.models.perturbed import perturbed
+
+UNASKED = 1 << 40  # number of an order whose answers nobody awaits
 
 
 async def test_ranks_join_and_leave_while_requests_run() -> None:
@@ -80,3 +86,55 @@ async def test_ranks_that_stop_end_a_call_of_scale() -> None:
         await asyncio.wait_for(lost.server.stop(), WAIT)
         with pytest.raises(EpServerError, match="the ranks stopped meanwhile"):
             await running
+
+
+async def test_a_refused_scale_leaves_no_process() -> None:
+    """Ranks that prepare another change refuse; the new rank ends at once, and a later call works."""
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
+    async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
+        group, change = lost.group(), 77
+        group.order(PrepareWeights(change, 1, str(DEMO_MODEL)), UNASKED)
+        with pytest.raises(EpServerError, match="change 77 is in the making"):
+            await client.scale(3)
+        assert sorted(group._board.processes) == [0, 1] and group.live == {0, 1}
+        assert not group._generations._joining  # type: ignore[union-attr]
+        group.order(DropChange(change), UNASKED + 1)
+        assert list((await client.scale(3)).live) == [0, 1, 2]
+
+
+async def test_an_update_and_a_scale_take_turns(tmp_path: Path) -> None:
+    """Whichever comes first. All ranks have the new weights, also one that joins."""
+    other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
+    async with losing(model__updates="/", **fields) as lost, AsyncClient(lost.server.address) as client:
+        running = asyncio.ensure_future(run_all(lost.client, ASKED[:4]))
+        await lost.until(lambda: len(lost.server.engine._requests) >= 4)
+        done, updated = await asyncio.gather(client.scale(3), client.update_weights(str(other)))
+        assert list(done.live) == [0, 1, 2] and updated.version == 1
+        updated, done = await asyncio.gather(client.update_weights(str(DEMO_MODEL)), client.scale(2))
+        assert list(done.live) == [0, 1] and updated.version == 2
+        assert all(output.finished for output in await running)
+        expected = [seen(output) for output in await run_all(lost.client, ASKED[:4])]
+        await client.scale(3)
+        assert [seen(output) for output in await run_all(lost.client, ASKED[:4])] == expected
+        assert not lost.heard.lost
+
+
+async def test_new_ranks_become_what_the_old_ones_were() -> None:
+    """All ranks are lost at once: rank 0 leaves again, and rank 2 joins."""
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
+    async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        assert list((await client.scale(2, hold_out=[0])).live) == [1, 2]
+        old, requests = lost.group(), lost.server.engine._requests
+        running = asyncio.ensure_future(run_all(lost.client, ASKED))
+        await lost.until(lambda: max((len(a.output) for a in requests), default=0) >= 5)
+        for rank in (1, 2):
+            lost.signal(rank)
+        await lost.recovered(1, everyone=False)
+        assert lost.group() is not old
+        await lost.until(lambda: lost.group().live == {1, 2})
+        assert [seen(output) for output in await running] == expected
+        info = await client.server_info()
+        assert list(info.live_ranks) == [1, 2] and dict(info.ranks_out) == {0: "held out by an operator"}
+        assert list((await client.scale()).live) == [0, 1, 2]
