@@ -66,7 +66,7 @@ class CpuDevice:
 
     def overlap(self) -> Overlap:
         """Decides by the times of steps of any size."""
-        return overlap_of(self._config, self._start)
+        return overlap_of(self._config, self._start.num_ranks)
 
 
 class CudaDevice:
@@ -144,7 +144,7 @@ class CudaDevice:
 
     def overlap(self) -> Overlap:
         """Decides by the times of captured steps. Other steps are split only if configured."""
-        return overlap_of(self._config, self._start, self.runner.graphs.overlapped)
+        return overlap_of(self._config, self._start.num_ranks, self.runner.graphs.overlapped)
 
     def _own(self, local: int) -> torch.device:
         from ep_server.backends.gpu.capability import gpus_found
@@ -170,12 +170,10 @@ def overlap_mode(config: Config, ranks: int) -> str:
     return "off" if mode == "auto" and ranks == 1 else mode
 
 
-def overlap_of(config: Config, start: pb.Start, graphs: Iterable[int] | None = None) -> Overlap:
-    """The policy of one rank: rank 0 measures, and the others agree. graphs: see MeasuredOverlap."""
-    mode = overlap_mode(config, start.num_ranks)
-    if mode != "auto":
-        return FixedOverlap(mode == "on")
-    return FixedOverlap(two=True, needs_graph=graphs is not None) if start.rank else MeasuredOverlap(graphs)
+def overlap_of(config: Config, ranks: int, graphs: Iterable[int] | None = None) -> Overlap:
+    """The policy of each of so many ranks. graphs: see MeasuredOverlap."""
+    mode = overlap_mode(config, ranks)
+    return MeasuredOverlap(graphs) if mode == "auto" else FixedOverlap(mode == "on")
 
 
 def rows_of(exchange: Exchange) -> RowsOfSteps:

@@ -14,14 +14,18 @@ from ep_server.v1 import rank_pb2 as pb
 if TYPE_CHECKING:  # they import torch
     from ep_server.exchange.api import Exchange
     from ep_server.ranks.experts import RankExperts
+    from ep_server.ranks.overlap import Overlap
 
 
 class RankMembership:
     """Used in the thread of the rank's loop, while no step is in flight."""
 
-    def __init__(self, exchange: Exchange, experts: RankExperts | None) -> None:
+    def __init__(self, exchange: Exchange, experts: RankExperts | None, overlap: Overlap) -> None:
         """experts: None where they stay, so that all ranks take part."""
-        self._exchange, self._experts = exchange, experts
+        self._exchange, self._experts, self._overlap = exchange, experts, overlap
+        self._lead(
+            range(exchange.spec.num_ranks) if exchange.membership is None else exchange.membership.live
+        )
 
     def regroup(self, order: pb.Regroup) -> pb.FromRank:
         """Reads the experts that an order gives this rank, and goes on with the ranks that it names.
@@ -50,3 +54,7 @@ class RankMembership:
             self._experts.use(placement, live)
             self._experts.waits = False
         membership.reset([rank for rank in everyone if rank not in live], generation)
+        self._lead(live)
+
+    def _lead(self, live: Collection[int]) -> None:
+        self._overlap.lead(leads=self._exchange.spec.rank == min(live))

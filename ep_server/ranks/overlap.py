@@ -1,8 +1,9 @@
 """Decides whether a step should run as two micro-batches, from measured times of both ways.
 
 Two micro-batches hide the wait for other ranks but read every weight twice. What is faster depends on the
-number of tokens, so it is measured for each bucket. Rank 0 measures and decides by its vote, and the other
-ranks agree: a step takes equally long on all. Pure: callers pass durations in. Units: steps, nanoseconds.
+number of tokens, so it is measured for each bucket. The lowest rank that serves measures and decides by its
+vote, and the others agree: a step takes equally long on all. Pure: callers pass durations in. Units: steps,
+nanoseconds.
 """
 
 from __future__ import annotations
@@ -43,23 +44,26 @@ class Overlap(Protocol):
         """Counts a step."""
         ...
 
+    def lead(self, *, leads: bool) -> None:
+        """Whether this rank is the lowest one that serves, from the next step on."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FixedOverlap:
-    """Always the same: overlap = on or off; or auto, on the ranks that follow rank 0.
-
-    needs_graph: a step that replays no graph runs as one micro-batch.
-    """
+    """Always the same: overlap = on or off."""
 
     two: bool
-    needs_graph: bool = False
 
     def wants_two(self, step: Planned) -> bool:
         """As Overlap.wants_two."""
-        return self.two and (step.bucket > 0 or not step.sequences or not self.needs_graph)
+        return self.two
 
     def stepped(self, step: Ran) -> None:
         """As Overlap.stepped."""
+
+    def lead(self, *, leads: bool) -> None:
+        """As Overlap.lead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,10 @@ class _Trial:
 
 
 class MeasuredOverlap:
-    """overlap = auto, on rank 0: measures from time to time which way a bucket runs faster.
+    """overlap = auto: the rank that leads measures from time to time which way a bucket runs faster.
+
+    The others agree, but to steps that need a graph and have none. One that begins to lead has measured
+    nothing.
 
     Before the vote, a rank does not know how much the others plan. It assumes the larger of its own bucket
     and the last one. An idle rank votes as the last bucket says.
@@ -104,6 +111,7 @@ class MeasuredOverlap:
         self._any_size = graphs is None
         self._trials = {bucket: _Trial() for bucket in graphs or ()}
         self._last = 0
+        self._leads = True
 
     def __repr__(self) -> str:
         wanted = sorted(bucket for bucket, trial in self._trials.items() if trial.wanted)
@@ -114,6 +122,8 @@ class MeasuredOverlap:
         bucket = bucket_of(step.tokens) if self._any_size else step.bucket
         if step.sequences and not bucket:  # a step without a graph
             return False
+        if not self._leads:
+            return True
         trial = self._trials.get(max(bucket, self._last))
         if trial is None:
             return False
@@ -124,6 +134,8 @@ class MeasuredOverlap:
 
     def stepped(self, step: Ran) -> None:
         """As Overlap.stepped."""
+        if not self._leads:
+            return
         bucket = bucket_of(step.tokens) if self._any_size else step.bucket
         if self._any_size:
             self._trials.setdefault(bucket, _Trial())
@@ -138,6 +150,12 @@ class MeasuredOverlap:
             self._decide(trial)
         elif trial.at == 2 * self.rule.window + self.rule.hold:
             trial.at, trial.times = 0, {1: [], 2: []}
+
+    def lead(self, *, leads: bool) -> None:
+        """As Overlap.lead."""
+        if leads and not self._leads:
+            self._trials, self._last = {bucket: _Trial() for bucket in self._trials}, 0
+        self._leads = leads
 
     def _hopeless(self, trial: _Trial) -> int:
         """The number of micro-batches that is clearly slower; 0 = neither."""

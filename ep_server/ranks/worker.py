@@ -72,7 +72,7 @@ class RankWorker:
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._cache = self._cache_reporter()
-        self._membership = RankMembership(parts.exchange, parts.experts)
+        self._membership = RankMembership(parts.exchange, parts.experts, parts.overlap)
         self._desk = OrderDesk(parts, self._enter)
         self._changes = self._desk.changes
         self._launched: deque[LaunchedStep] = deque()

@@ -126,6 +126,11 @@ async def test_new_ranks_become_what_the_old_ones_were() -> None:
     async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
         expected = [seen(output) for output in await run_all(lost.client, ASKED)]
         assert list((await client.scale(2, hold_out=[0])).live) == [1, 2]
+        before = lost.server.engine.rank_statistics[1].counters
+        assert [seen(output) for output in await run_all(lost.client, ASKED)] == expected
+        after = lost.server.engine.rank_statistics[1].counters
+        run, split = (after[name] - before[name] for name in ("run_steps", "overlap_steps"))
+        assert 0 < split < run, "rank 1 tries both ways"
         old, requests = lost.group(), lost.server.engine._requests
         running = asyncio.ensure_future(run_all(lost.client, ASKED))
         await lost.until(lambda: max((len(a.output) for a in requests), default=0) >= 5)

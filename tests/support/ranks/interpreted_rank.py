@@ -70,8 +70,6 @@ class Interpreted:
         mode = self._config.parallel.overlap
         if mode != "auto":
             return FixedOverlap(mode == "on")
-        if self._start.rank:
-            return FixedOverlap(two=True, needs_graph=True)
         return MeasuredOverlap(self.runner.graphs.overlapped, OverlapRule(window=1, hold=2))
 
 

@@ -50,7 +50,24 @@ def test_a_fixed_mode_never_changes(two: bool) -> None:
 
 @pytest.mark.parametrize(("sequences", "bucket", "agrees"), [(0, 0, True), (3, 0, False), (3, 64, True)])
 def test_a_follower_refuses_only_steps_without_a_graph(sequences: int, bucket: int, agrees: bool) -> None:
-    assert FixedOverlap(two=True, needs_graph=True).wants_two(Planned(sequences, sequences, bucket)) is agrees
+    policy = measured([64])
+    policy.lead(leads=False)
+    assert policy.wants_two(Planned(sequences, sequences, bucket)) is agrees
+
+
+@pytest.mark.parametrize("graphs", [None, [64]], ids=["any_size", "graphs"])
+def test_the_rank_that_leads_then_decides(graphs: list[int] | None) -> None:
+    """It measures anew: two micro-batches are slower now. The first rank to lead is absent, and returns."""
+    first, second = measured(graphs), measured(graphs)
+    second.lead(leads=False)
+    assert drive([first, second], [{1: 1000, 2: 500}] * CYCLE)[-1] == 2
+    second.lead(leads=True)
+    ran = drive([second], [{1: 1000, 2: 1050}] * CYCLE)
+    assert ran == [1, 2] * RULE.window + [1] * RULE.hold
+    first.lead(leads=False)
+    first.lead(leads=True)
+    second.lead(leads=False)
+    assert drive([first, second], [{1: 1000, 2: 500}] * CYCLE)[2 * RULE.window :] == [2] * RULE.hold
 
 
 @pytest.mark.parametrize(
