@@ -14,7 +14,7 @@ import torch
 from ep_server.records import EMPTY, WAYS
 
 # By layer, by expert: slots to choose from; token t takes t % ways.
-Routes = Sequence[Sequence[Sequence[int]]]
+Routes = Sequence[Sequence[Sequence[int]]] | np.ndarray
 Held = Sequence[Sequence[int]]  # by layer, by slot of this rank: the expert, or EMPTY
 
 
@@ -29,6 +29,7 @@ class SlotTable:
         self.slots = torch.zeros(layers, WAYS, experts, dtype=torch.int64, device=device)
         self._first = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self._replicated = False
+        self._ways = torch.zeros(0, 1, dtype=torch.int64, device=device)  # of the most tokens so far
 
     def set(self, routes: Routes) -> None:
         """Changes the table. No step is in flight."""
@@ -41,8 +42,9 @@ class SlotTable:
         """The slots of a step's choices. ids: [T, K] int64 of experts. Returns: the same shape."""
         if not self._replicated:
             return self._first[layer].take(ids)
-        ways = torch.arange(len(ids), device=ids.device) % WAYS
-        return self.slots[layer][ways[:, None], ids]
+        if len(self._ways) < len(ids):
+            self._ways = (torch.arange(len(ids), device=ids.device) % WAYS)[:, None]
+        return self.slots[layer][self._ways[: len(ids)], ids]
 
 
 class ExpertRows:

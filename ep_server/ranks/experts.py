@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ep_server.backends.assembly import LoadParams
 from ep_server.errors import InternalError, Unavailable
 from ep_server.models.experts import SlotMove
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 AT_ONCE = 16  # experts read between two looks whether reading shall end
 
 Load = Callable[[LoadParams, Sequence[SlotMove]], None]
+Planned = tuple[Placement, frozenset[int], np.ndarray]  # placement, live ranks, their routes
 
 
 class RankExperts:
@@ -43,6 +46,7 @@ class RankExperts:
         self.waits = False
         self._params, self._runner, self._load = params, runner, load
         self._held = [list(layer) for layer in params.held or ()]  # really, spare copies too
+        self._planned: Planned | None = None
         self._loading = threading.Lock()
         self._hurry = threading.Event()  # who reads in the background shall end
 
@@ -79,16 +83,25 @@ class RankExperts:
 
     def use(self, target: Placement, live: Collection[int]) -> None:
         """From the next step on, tokens take the routes of `target` to these ranks. No step is in flight."""
-        self.placement, self.live = target, frozenset(live)
-        self._runner.place(routes_of(target, self._params.rank, self.live), target.of_rank(self._params.rank))
+        self.placement, self.live, planned = target, frozenset(live), self._planned
+        if planned is None or planned[0] is not target or planned[1] != self.live:
+            planned = self.plan(target, self.live)
+        self._planned = None
+        self._runner.place(planned[2], target.of_rank(self._params.rank))
+
+    def plan(self, target: Placement, live: Collection[int]) -> Planned:
+        """Computes the routes for use(), maybe in another thread: it is no work of the switch."""
+        routes = np.array(routes_of(target, self._params.rank, live), dtype=np.int64)
+        self._planned = target, frozenset(live), routes
+        return self._planned
 
     def change(self, target: Placement) -> Change:
         """A change to another placement on the same ranks."""
-        return _NewPlacement(self, target, None)
+        return _NewPlacement(self, target, self.live, None)
 
     def generation(self, order: PrepareGeneration, enter: Callable[[], None]) -> Change:
         """A change to other live ranks. enter: regroups this rank with them."""
-        return _NewPlacement(self, order.placement, enter)
+        return _NewPlacement(self, order.placement, order.live, enter)
 
     def rows(self) -> tuple[int, ...]:
         """Rows received by layer and by expert, end to end."""
@@ -120,8 +133,14 @@ class RankExperts:
 class _NewPlacement:
     """See Change. enter: the change is one of generations."""
 
-    def __init__(self, experts: RankExperts, target: Placement, enter: Callable[[], None] | None) -> None:
-        self._experts, self._target, self._enter = experts, target, enter
+    def __init__(
+        self,
+        experts: RankExperts,
+        target: Placement,
+        live: Collection[int],
+        enter: Callable[[], None] | None,
+    ) -> None:
+        self._experts, self._target, self._live, self._enter = experts, target, live, enter
         self.outlives_loss = enter is None  # else the regroup after the loss says who is live
 
     def prepare(self) -> Prepared:
@@ -135,6 +154,7 @@ class _NewPlacement:
             raise InternalError("the placement is of another number of experts or slots")
         began = time.monotonic()
         count = self._experts.load(self._target, idle=False)
+        self._experts.plan(self._target, self._live)
         log.info("read %d experts for another placement in %.2f s", count, time.monotonic() - began)
         return Prepared()
 

@@ -44,6 +44,20 @@ def test_a_token_takes_its_way(replicas: int) -> None:
         assert table.of(layer, ids[:0]).shape == (0, 3)
 
 
+def test_ways_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every layer of every step."""
+    table, made = SlotTable(2, 3), list[int]()
+    table.set([[[e + 3 * (way % 2) for way in range(WAYS)] for e in range(3)]] * 2)
+    arange = torch.arange
+    monkeypatch.setattr(
+        torch, "arange", lambda count, **options: made.append(count) or arange(count, **options)
+    )
+    for tokens in (4, 2, 4, 5, 5):
+        for layer in range(2):
+            table.of(layer, torch.zeros(tokens, 1, dtype=torch.int64))
+    assert made == [4, 5]
+
+
 def test_rows_are_counted_by_expert_while_experts_move() -> None:
     draw = random.Random(1)
     layers, experts, slots = 3, 6, 4
