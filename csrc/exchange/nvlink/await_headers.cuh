@@ -90,30 +90,41 @@ __device__ __noinline__ inline uint32_t agree(const Device& g, const Opened& o, 
   return arrived;
 }
 
+constexpr uint32_t kHeadersAhead = 2;  // words that a thread has in flight
+
 // Fills `arrival` and `counts`. Returns the bits of the ranks whose header arrived, the same in all blocks.
 // The whole block calls it; threads from `self` on wait. `leads`: set in one block of a kernel, which
 // measures and decides.
 __device__ __forceinline__ uint32_t await_headers(const Device& g, const DispatchRecvArgs& a, const Opened& o,
                                                   Slot slot, bool leads, uint32_t self, Arrival& arrival,
                                                   uint16_t* counts) {
-  const uint32_t words = header_words(g);
+  const uint32_t words = header_words(g), all = g.num_ranks * words, step = blockDim.x - self;
   uint32_t missed = 0;
   bool slow = false;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x - self; i < g.num_ranks * words; i += blockDim.x - self) {
-    const uint32_t source = i / words, word = i % words;
-    Wanted wanted{Op::kDispatch, Phase::kRecvHeader, source, o.epoch};
-    wanted.slow = &slow;
-    if (leads && word == 0) {
-      wanted.waited = &g.scratch(slot, o.epoch).wait_ns[source];
-      wanted.stats = a.wait_stats == nullptr ? nullptr : a.wait_stats + source;
+  for (uint32_t first = threadIdx.x - self; first < all; first += kHeadersAhead * step) {
+    uint64_t cells[kHeadersAhead];  // looked at together: usually the others have come by then
+#pragma unroll
+    for (uint32_t j = 0; j < kHeadersAhead; ++j)
+      if (const uint32_t i = first + j * step; i < all)
+        cells[j] = load_relaxed(g.own() + g.layout.header_at(o.bank, i / words, i % words));
+#pragma unroll
+    for (uint32_t j = 0; j < kHeadersAhead; ++j) {
+      const uint32_t i = first + j * step, source = i / words, word = i % words;
+      if (i >= all) break;
+      Wanted wanted{Op::kDispatch, Phase::kRecvHeader, source, o.epoch};
+      wanted.slow = &slow;
+      if (leads && word == 0) {
+        wanted.waited = &g.scratch(slot, o.epoch).wait_ns[source];
+        wanted.stats = a.wait_stats == nullptr ? nullptr : a.wait_stats + source;
+      }
+      const bool asked = o.peers >> source & 1;
+      if (asked && uint32_t(cells[j]) != uint32_t(o.epoch) &&
+          !await_word<Match::kHeader>(g, g.own() + g.layout.header_at(o.bank, source, word), wanted,
+                                      &cells[j]))
+        missed |= 1u << source;
+      arrival.take(g, o.epoch, source, word, asked ? uint32_t(cells[j] >> 32) : 0, counts);
     }
-    uint64_t cell = 0;
-    const bool asked = o.peers >> source & 1;
-    if (asked &&
-        !await_word<Match::kHeader>(g, g.own() + g.layout.header_at(o.bank, source, word), wanted, &cell))
-      missed |= 1u << source;
-    arrival.take(g, o.epoch, source, word, asked ? uint32_t(cell >> 32) : 0, counts);
   }
   if (threadIdx.x == 0) arrival.missed = 0;
   bool asks = missed != 0 || o.fresh != 0;

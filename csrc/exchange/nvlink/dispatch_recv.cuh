@@ -22,22 +22,32 @@ namespace ep::cuda {
 // first[e] = rows of local experts before e; first[E_local] = all rows. First warp of the block.
 __device__ __forceinline__ void scan_experts(const Device& g, uint32_t arrived, const uint16_t* counts,
                                              int32_t* first) {
+  constexpr uint32_t kTogether = 4;  // experts of a lane, one behind the other: most ranks take one round
   const uint32_t lane = threadIdx.x;
   int32_t running = 0;
 #pragma unroll 1
-  for (uint32_t begin = 0; begin < g.local_experts; begin += kWarp) {
-    const uint32_t e = begin + lane;
-    int32_t rows = 0;
+  for (uint32_t begin = 0; begin < g.local_experts; begin += kTogether * kWarp) {
+    const uint32_t e = begin + kTogether * lane;
+    int32_t rows[kTogether] = {}, sum = 0;
 #pragma unroll 1
     for (uint32_t s = 0; s < g.num_ranks; ++s)
-      if (e < g.local_experts && arrived >> s & 1) rows += counts[s * g.local_experts + e];
-    int32_t sum = rows;
+#pragma unroll
+      for (uint32_t i = 0; i < kTogether; ++i)
+        if (e + i < g.local_experts && arrived >> s & 1) rows[i] += counts[s * g.local_experts + e + i];
+#pragma unroll
+    for (uint32_t i = 0; i < kTogether; ++i) sum += rows[i];
+    const int32_t own = sum;
 #pragma unroll
     for (uint32_t by = 1; by < kWarp; by *= 2) {
       const int32_t lower = __shfl_up_sync(kFull, sum, by);
       if (lane >= by) sum += lower;
     }
-    if (e < g.local_experts) first[e] = running + sum - rows;
+    int32_t before = running + sum - own;
+#pragma unroll
+    for (uint32_t i = 0; i < kTogether; ++i) {
+      if (e + i < g.local_experts) first[e + i] = before;
+      before += rows[i];
+    }
     running += __shfl_sync(kFull, sum, kWarp - 1);
   }
   if (lane == 0) first[g.local_experts] = running;
