@@ -1,6 +1,7 @@
-"""`ep-server chaos`: loses ranks of a running server at random, and checks that no stream shows it.
+"""`ep-server chaos`: loses and changes ranks of a server at random, and checks that no stream shows it.
 
-Every request runs once undisturbed, then again and again while ranks are killed and stalled. Units: seconds.
+Every request runs once undisturbed, then again and again while ranks are killed and stalled, join and leave,
+and get new weights. Units: seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from ep_server.cli.chaos.faults import (
     FaultKind,
     FaultPlan,
     Faults,
-    Loss,
     check_recovers,
     settled_pids,
 )
@@ -48,7 +48,8 @@ class Report:
     """What was found.
 
     differences, errors, left: one line each; left: what the server still holds at the end.
-    gaps: the longest one of each sequence during each loss, in seconds.
+    gaps: the longest one of each sequence during each loss and change, in seconds.
+    pauses: of each change, as the server reports them.
     memory_mib: of the server, before and after.
     """
 
@@ -61,8 +62,9 @@ class Report:
     differences: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     gaps: dict[str, list[float]] = field(
-        default_factory=lambda: {"undisturbed": [], "lost rank": [], "other ranks": []}
+        default_factory=lambda: {"undisturbed": [], "lost rank": [], "other ranks": [], "change": []}
     )
+    pauses: list[float] = field(default_factory=list)
     memory_mib: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -72,11 +74,21 @@ class Report:
 
 
 def command(
-    faults: Annotated[int, typer.Option(min=1, max=10_000, help="Losses in all.", **PANEL)] = 10,
+    faults: Annotated[int, typer.Option(min=1, max=10_000, help="Losses and changes in all.", **PANEL)] = 10,
     kind: Annotated[
         list[FaultKind] | None,
-        typer.Option(help="kill (SIGKILL) or stall (SIGSTOP). Repeat for both. Default: kill.", **PANEL),
+        typer.Option(
+            help="kill (SIGKILL), stall (SIGSTOP), scale (ranks join, leave and are held out) or update (the "
+            "same weights anew). Repeat for several. Default: kill.",
+            **PANEL,
+        ),
     ] = None,
+    scale_ranks: Annotated[
+        tuple[int, int],
+        typer.Option(
+            help="Fewest and most ranks that a scale leaves. 0: parallel.ranks, parallel.max_ranks.", **PANEL
+        ),
+    ] = (0, 0),
     together: Annotated[int, typer.Option(min=1, max=63, help="Ranks of one loss.", **PANEL)] = 1,
     apart: Annotated[float, typer.Option(min=0, max=60, help="Seconds between these.", **PANEL)] = 0.1,
     every: Annotated[
@@ -108,7 +120,7 @@ def command(
     tls_key: options.TlsKey = "",
     token_file: options.TokenFile = "",
 ) -> None:
-    """Kill and stall ranks of a running server on this machine, and check that no stream shows it.
+    """Kill, stall and scale ranks of a running server on this machine, and check that no stream shows it.
 
     Each request first runs undisturbed. With CPU ranks, model.dtype = float32 and exchange.reduction =
     source, every output must then be the same to the last bit. Otherwise sums round differently, and only
@@ -118,7 +130,9 @@ def command(
     shortest, longest = prompt_tokens
     if not 1 <= shortest <= longest:
         raise ConfigError("--prompt-tokens", prompt_tokens, "two numbers from 1, the smaller one first")
-    plan = FaultPlan(faults, kind or [FaultKind.KILL], together, apart, every, recover_seconds)
+    plan = FaultPlan(faults, kind or [FaultKind.KILL], together, apart, every, recover_seconds, scale_ranks)
+    if prefill and FaultKind.UPDATE in plan.kinds:
+        raise ConfigError("--kind", "update", "not given with --prefill: both servers need the same weights")
     target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
     lengths = Lengths(prompt_tokens, max_new_tokens)
     first = options.target(prefill, tls_ca, tls_cert, tls_key, token_file) if prefill else None
@@ -151,6 +165,7 @@ async def run(
             pair = await stack.enter_async_context(PrefillDecode(prefill, client))
             ask = pair.generate
         report = Report(all([await check_recovers(each) for each in clients]))
+        faults = [await Faults.on(*each, draw) for each in _shares(clients, plan)]
         for each in clients:
             ranks = len(await settled_pids(each, SETTLE_SECONDS))
             if plan.together > ranks:
@@ -166,12 +181,12 @@ async def run(
         expected = [answer.output for answer in undisturbed]
         before = await _memory(client)
         with Bars(Console(stderr=True), lambda text: None) as bars:
-            faults, answers = [Faults(*each, draw) for each in _shares(clients, plan)], list[Answer]()
+            answers = list[Answer]()
             running = asyncio.ensure_future(_all(faults))
             try:
                 while not running.done():
                     answers += await _round(ask, asked, expected, report)
-                    bars.show("losses", sum(len(each.losses) for each in faults), plan.count)
+                    bars.show("faults", sum(each.count for each in faults), plan.count)
                 with suppress(EpServerError):
                     await running
                 if (error := running.exception()) is not None:
@@ -185,11 +200,12 @@ async def run(
             report.memory_mib = before, await _memory(client)
         except EpServerError as error:  # it has ended
             report.left = [str(error)]
-    kinds = [fault.kind for each in faults for fault in each.done]
+    kinds = [kind for each in faults for kind in each.kinds]
     report.faults = {kind.value: kinds.count(kind) for kind in FaultKind}
+    report.pauses = [change.pause for each in faults for change in each.changes.done]
     report.recoveries = [loss.ended - loss.began for each in faults for loss in each.losses]
     for answer in answers:
-        _add_gaps(report, answer, faults[0].losses)
+        _add_gaps(report, answer, faults[0])
     return report
 
 
@@ -239,10 +255,14 @@ async def _round(
     return answers
 
 
-def _add_gaps(report: Report, answer: Answer, losses: Sequence[Loss]) -> None:
-    """Counts the longest gap of each sequence during each loss; without any, its longest one at all."""
+def _add_gaps(report: Report, answer: Answer, faults: Faults) -> None:
+    """Counts the longest gap of each sequence during each loss or change; else its longest one at all."""
     rank, met = answer.output.info and answer.output.info.rank, False
-    for loss in losses:
+    for change in faults.changes.done:
+        gaps = answer.gaps(change.began, change.ended)
+        report.gaps["change"] += gaps
+        met = met or bool(gaps)
+    for loss in faults.losses:
         gaps = answer.gaps(loss.began, loss.ended)
         report.gaps["lost rank" if rank in loss.ranks else "other ranks"] += gaps
         met = met or bool(gaps)
@@ -314,6 +334,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "differences": report.differences,
         "left": report.left,
         "recovery_seconds": quantiles(report.recoveries),
+        "pause_seconds": quantiles(report.pauses),
         "longest_gap_seconds": {name: quantiles(values) for name, values in report.gaps.items()},
         "memory_mib": report.memory_mib,
     }
@@ -321,12 +342,13 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     """As tables."""
-    losses = ", ".join(f"{count} x {kind}" for kind, count in report.faults.items() if count)
+    faults = ", ".join(f"{count} x {kind}" for kind, count in report.faults.items() if count)
     rule = "to the last bit" if report.exact else "the number of tokens"
-    console.print(f"{report.streams} streams in {report.rounds} rounds, lost ranks: {losses}")
+    console.print(f"{report.streams} streams in {report.rounds} rounds: {faults}")
     console.print(f"compared with an undisturbed run: {rule}")
     table = Table("seconds", "p50", "p99", "max")
-    rows = {"recovery": report.recoveries, **{f"longest gap, {k}": v for k, v in report.gaps.items()}}
+    rows = {"recovery": report.recoveries, "pause of a change": report.pauses}
+    rows |= {f"longest gap, {k}": v for k, v in report.gaps.items()}
     for name, values in rows.items():
         if values:
             table.add_row(name, *(f"{value:.2f}" for value in quantiles(values).values()))
@@ -336,4 +358,4 @@ def show(report: Report, console: Console) -> None:
     for word, lines in problems.items():
         for line in lines:
             console.print(f"[red]{word}[/]: {line}", soft_wrap=True)
-    console.print("no stream shows a loss" if report.good else "[red]streams show losses[/]")
+    console.print("no stream shows a fault" if report.good else "[red]streams show faults[/]")

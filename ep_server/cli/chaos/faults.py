@@ -1,4 +1,7 @@
-"""Kills and stalls the ranks of a server on this machine. Signals no process but those the server names."""
+"""Kills and stalls the ranks of a server on this machine, one event after the other, and changes it.
+
+Signals no process but those the server names.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from ep_server.cli.chaos.changes import Bounds, Changes, bounds_of
 from ep_server.client import AsyncClient
 from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError, RankLost, Unavailable
 from ep_server.observability.fault_report import pid_space
@@ -22,10 +26,18 @@ LOOK_SECONDS = 0.05
 
 
 class FaultKind(StrEnum):
-    """kill: SIGKILL. stall: SIGSTOP; the server must notice the silence and end the process."""
+    """kill: SIGKILL. stall: SIGSTOP; the server must notice the silence and end the process.
+
+    scale: other ranks shall serve. update: new weights, the same as before. These lose no rank.
+    """
 
     KILL = "kill"
     STALL = "stall"
+    SCALE = "scale"
+    UPDATE = "update"
+
+
+LOSSES = (FaultKind.KILL, FaultKind.STALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +60,10 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """count: losses in all. together: ranks of one loss, `apart` seconds after each other.
+    """count: losses and changes in all. together: ranks of one loss, `apart` seconds after each other.
 
     every: mean seconds from a recovery to the next loss. recover_seconds: a recovery may take so long.
+    scale_ranks: fewest and most that a scale leaves; 0 = as the server is configured.
     """
 
     count: int
@@ -59,30 +72,63 @@ class FaultPlan:
     apart: float
     every: float
     recover_seconds: float
+    scale_ranks: tuple[int, int] = (0, 0)
 
 
 class Faults:
-    """Loses ranks at random, and waits for each recovery."""
+    """Loses ranks at random, and waits for each recovery; or makes a change."""
 
-    def __init__(self, client: AsyncClient, plan: FaultPlan, draw: random.Random) -> None:
+    def __init__(self, client: AsyncClient, plan: FaultPlan, changes: Changes, draw: random.Random) -> None:
+        self.changes = changes
         self.done: list[Fault] = []
         self.losses: list[Loss] = []  # that the server has recovered from
         self._client, self._plan, self._draw = client, plan, draw
         self._stalled: dict[int, str] = {}  # by pid: when the process started
+
+    @classmethod
+    async def on(cls, client: AsyncClient, plan: FaultPlan, draw: random.Random) -> Faults:
+        """Those of a plan. Raises: as bounds_of()."""
+        scales, updates = (kind in plan.kinds for kind in (FaultKind.SCALE, FaultKind.UPDATE))
+        bounds = Bounds()
+        if scales or updates:
+            bounds = await bounds_of(client, plan.scale_ranks, scales=scales, updates=updates)
+        return cls(client, plan, Changes(client, bounds, plan.recover_seconds, draw), draw)
+
+    @property
+    def kinds(self) -> list[FaultKind]:
+        """Of all so far."""
+        updates = sum(change.what == "update" for change in self.changes.done)
+        scales = len(self.changes.done) - updates
+        return [*(one.kind for one in self.done), *[FaultKind.SCALE] * scales, *[FaultKind.UPDATE] * updates]
 
     async def run(self) -> None:
         """All faults of the plan. Raises: DeadlineExceeded without a recovery; EpServerError."""
         for _ in range(self._plan.count):
             await asyncio.sleep(self._draw.expovariate(1 / self._plan.every))
             pids = await settled_pids(self._client, self._plan.recover_seconds)
-            began = time.monotonic()
-            for number, rank in enumerate(self._draw.sample(sorted(pids), self._plan.together)):
-                if number:
-                    await asyncio.sleep(self._plan.apart)
-                self._lose(rank, pids[rank])
-            lost = frozenset(fault.rank for fault in self.done[-self._plan.together :])
-            await self._recovered({pids[rank] for rank in lost}, began)
-            self.losses.append(Loss(lost, began, time.monotonic()))
+            kind = self._draw.choice(self._plan.kinds)
+            if kind is FaultKind.SCALE:
+                await self.changes.scale()
+            elif kind is FaultKind.UPDATE:
+                await self.changes.update()
+            else:
+                await self._lose_some(pids)
+        await self.changes.restore()
+
+    @property
+    def count(self) -> int:
+        """Losses and changes so far."""
+        return len(self.losses) + len(self.changes.done)
+
+    async def _lose_some(self, pids: dict[int, int]) -> None:
+        began, together = time.monotonic(), min(self._plan.together, len(pids))
+        for number, rank in enumerate(self._draw.sample(sorted(pids), together)):
+            if number:
+                await asyncio.sleep(self._plan.apart)
+            self._lose(rank, pids[rank])
+        lost = frozenset(fault.rank for fault in self.done[-together:])
+        await self._recovered({pids[rank] for rank in lost}, began)
+        self.losses.append(Loss(lost, began, time.monotonic()))
 
     def wake_stalled(self) -> None:
         """Lets processes go on that were stopped and that the server has not ended."""
@@ -92,7 +138,7 @@ class Faults:
                     os.kill(pid, signal.SIGCONT)
 
     def _lose(self, rank: int, pid: int) -> None:
-        kind = self._draw.choice(self._plan.kinds)
+        kind = self._draw.choice([kind for kind in self._plan.kinds if kind in LOSSES])
         started = start_of(pid)
         with suppress(ProcessLookupError):  # another loss took it along
             if kind is FaultKind.STALL and started is not None:

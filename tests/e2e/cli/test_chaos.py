@@ -64,12 +64,46 @@ async def test_losses_change_nothing_until_one_too_many(capfd: pytest.CaptureFix
     async with demo(resilience__max_losses=2) as server:
         assert await chaos(server, *LOAD, "--faults", "2") == 0
         report = json.loads(capfd.readouterr().out)
-        assert report["good"] and report["exact"] and report["faults"] == {"kill": 2, "stall": 0}
+        assert (
+            report["good"]
+            and report["exact"]
+            and report["faults"] == {"kill": 2, "stall": 0, "scale": 0, "update": 0}
+        )
         assert report["streams"] == 7 * report["rounds"] and len(report["recovery_seconds"]) == 3
         assert report["longest_gap_seconds"]["lost rank"] and not report["left"]
         assert await chaos(server, *LOAD, "--faults", "1", "--recover-seconds", "60") == 1
         report = json.loads(capfd.readouterr().out)
         assert not report["good"] and any("gave up" in line for line in report["errors"])
+
+
+SCALES = {"parallel__max_ranks": 4, "resilience__spare_slots": "auto", "model__updates": "/"}
+ALL_KINDS = [word for kind in ("kill", "scale", "update") for word in ("--kind", kind)]
+
+
+async def test_scales_and_updates_change_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """At the end as many ranks serve as at the beginning, and none is held out."""
+    async with demo(resilience__max_losses=100, resilience__rank_losses=0, **SCALES) as server:
+        arguments = [*LOAD, "--faults", "6", "--scale-ranks", "2", "4", "--seed", "1"]
+        assert await chaos(server, *arguments, *ALL_KINDS) == 0
+        report = json.loads(capfd.readouterr().out)
+        kinds = report["faults"]
+        assert report["good"] and report["exact"] and sum(kinds.values()) == 6
+        assert min(kinds["kill"], kinds["scale"], kinds["update"]) >= 1
+        assert report["longest_gap_seconds"]["change"] and report["pause_seconds"]["max"] > 0
+        async with AsyncClient(server.address) as client:
+            info = await client.server_info()
+        assert len(info.live_ranks) == 3 and not info.ranks_out and info.weights_version == kinds["update"]
+        assert await chaos(server, *LOAD, "--kind", "scale", "--scale-ranks", "2", "5") == 1
+        assert "--scale-ranks = (2, 5): must be two numbers" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_many_scales_and_updates_change_nothing() -> None:
+    often = {"resilience__max_losses": 1000, "resilience__rank_losses": 0}
+    async with demo(**often, **SCALES) as server, asyncio.timeout(3500):
+        arguments = ["chaos", "--address", server.address, "--faults", "100", "--scale-ranks", "2", "4"]
+        assert await asyncio.to_thread(main, [*arguments, *LOAD, *ALL_KINDS]) == 0
 
 
 async def test_losses_on_either_side_of_a_hand_off(capfd: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +115,7 @@ async def test_losses_on_either_side_of_a_hand_off(capfd: pytest.CaptureFixture[
         arguments = [*LOAD, *SELDOM, "--faults", "3", "--prefill", prefill.address]
         assert await chaos(decode, *arguments) == 0
         report = json.loads(capfd.readouterr().out)
-        assert report["good"] and report["exact"] and report["faults"] == {"kill": 3, "stall": 0}
+        assert report["good"] and report["exact"] and report["faults"]["kill"] == 3
         async with AsyncClient(decode.address) as client, PrefillDecode(prefill.address, client) as pair:
             output = await (await pair.generate([*range(10)] * 4, max_new_tokens=4)).read()
         assert output.finished is not None and output.finished.usage.cached_tokens == 39  # it still works
@@ -124,6 +158,12 @@ async def test_servers_that_cannot_be_tried_are_refused(capfd: pytest.CaptureFix
         assert "must be a server of this machine" in capfd.readouterr().err
         assert await chaos(served.server, "--prompt-tokens", "5", "4") == 1
         assert "--prompt-tokens" in capfd.readouterr().err
+        assert await chaos(served.server, "--kind", "update") == 1
+        assert "model.updates" in capfd.readouterr().err
+        assert await chaos(served.server, "--kind", "scale") == 1
+        assert "--scale-ranks" in capfd.readouterr().err
+        assert await chaos(served.server, "--kind", "update", "--prefill", "127.0.0.1:1") == 1
+        assert "--prefill" in capfd.readouterr().err
 
 
 def test_every_kind_of_request_is_asked() -> None:
