@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ import torch
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.cpu.runner import ModelRunner, TokenSampler
 from ep_server.backends.masks import Masks
+from ep_server.backends.shadow import HostExperts
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import Exchange
 from ep_server.models.checkpoint import Checkpoint
@@ -23,7 +25,7 @@ from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.footprint import footprint
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.layers import ModelWeights
-from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader
+from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader, TensorSource
 from ep_server.models.moe import UniformRouting
 from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.models.slots import Held, SlotTable
@@ -54,6 +56,7 @@ class LoadParams:
     compute: whose arithmetic to use; None = our CPU kernels. load_format, routing, seed, kv_dtype: as in
       ModelConfig.
     held: by layer, by slot of this rank: the expert, or EMPTY; None = those that `placement` gives it.
+    version: of the weights.
     """
 
     path: str
@@ -68,6 +71,19 @@ class LoadParams:
     seed: int = 0
     kv_dtype: str = "auto"
     held: Held | None = None
+    version: int = 0
+
+    def slots(self, spec: ModelSpec) -> list[SlotMove]:
+        """What the slots of this rank hold in layers with experts."""
+        own = [expert for expert, owner in enumerate(self.placement) if owner == self.rank]
+        held = self.held or [own] * spec.num_layers
+        return [
+            SlotMove(layer, slot, expert)
+            for layer, experts in enumerate(held)
+            if spec.sparse_layers[layer]
+            for slot, expert in enumerate(experts)
+            if expert != EMPTY
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +130,14 @@ class RankModel:
         return ModelRunner(params, sampler, masks)
 
 
-def load_model(params: LoadParams, progress: Progress = lambda stage, done, total: None) -> RankModel:
+def load_model(
+    params: LoadParams,
+    progress: Progress = lambda stage, done, total: None,
+    shadow: HostExperts | None = None,
+) -> RankModel:
     """Reads what a rank owns of a checkpoint.
 
+    shadow: where experts come from that it holds already.
     Raises: CheckpointError; ConfigError where max_context or placement does not fit the model.
     """
     spec = read_spec(params.path)
@@ -126,6 +147,10 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
             "placement", params.placement, f"one rank for each of {spec.router.num_experts} experts"
         )
     experts, number = experts_of(params)
+    copied: list[SlotMove] = []
+    if shadow is not None:
+        copied = [one for one in params.slots(spec) if shadow.holds(params.version, one.layer, one.expert)]
+        experts = _others(params, spec, copied)
     dtype = serving_dtype(spec, params.dtype)
     compute = params.compute or NativeCompute(params.threads)
     loaders = loading_threads(spec, dtype, number, params.threads)
@@ -146,7 +171,10 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     slots = None
     if params.held is not None:
         slots = SlotTable(spec.num_layers, spec.router.num_experts, compute.device)
-    return RankModel(spec, weights, dtype, kv_dtype, limit, compute, uniform, slots)
+    model = RankModel(spec, weights, dtype, kv_dtype, limit, compute, uniform, slots)
+    if copied:
+        load_experts(model, params, copied, shadow)
+    return model
 
 
 def experts_of(params: LoadParams) -> tuple[Sequence[int] | LayerExperts, int]:
@@ -157,23 +185,53 @@ def experts_of(params: LoadParams) -> tuple[Sequence[int] | LayerExperts, int]:
     return params.held.__getitem__, max(sum(e != EMPTY for e in layer) for layer in params.held)
 
 
-def load_experts(model: RankModel, params: LoadParams, moves: Sequence[SlotMove]) -> None:
+def _others(params: LoadParams, spec: ModelSpec, copied: Sequence[SlotMove]) -> LayerExperts:
+    """The slots of each layer without those that are copied."""
+    own = [expert for expert, owner in enumerate(params.placement) if owner == params.rank]
+    held = [list(layer) for layer in params.held or [own] * spec.num_layers]
+    for one in copied:
+        held[one.layer][one.slot] = EMPTY
+    return held.__getitem__
+
+
+def load_experts(
+    model: RankModel, params: LoadParams, moves: Sequence[SlotMove], shadow: HostExperts | None = None
+) -> int:
     """Reads experts into slots that no rows are for meanwhile, in several threads.
 
-    params: as the model was loaded, or with the path of newer weights in force. Raises: CheckpointError.
+    params: as the model was loaded, or of newer weights in force. shadow: as in load_model().
+    Returns: how many the shadow had. Raises: CheckpointError, InternalError.
     """
+    moves = [move for move in moves if model.spec.sparse_layers[move.layer]]
+    rest = moves if shadow is None else shadow.load(model.weights, moves, params.version)
+    if not rest:
+        return len(moves)
     dtype, compute = TORCH[model.dtype], model.compute
     threads = loading_threads(model.spec, model.dtype, 1, params.threads)
     if compute.device.type == "cuda" and params.load_format != "dummy":
         threads = min(params.threads, MOST_READERS)
+    with source_of(params, model.spec, compute.device) as source:
+        load_slots(source, model.spec, dtype, compute, model.weights, rest, threads)
+    return len(moves) - len(rest)
+
+
+@contextmanager
+def source_of(params: LoadParams, spec: ModelSpec, device: torch.device) -> Iterator[TensorSource]:
+    """Where weights come from. At its end all values that were read are where they belong.
+
+    Raises: CheckpointError.
+    """
     if params.load_format == "dummy":
-        source = DummyReader(model.spec, params.seed, compute.device)
-        load_slots(source, model.spec, dtype, compute, model.weights, moves, threads)
+        yield DummyReader(spec, params.seed, device)
         return
-    with files_for(compute.device) as files:
-        reader = TensorReader(Checkpoint.open(params.path), model.spec.quant_block, files)
-        load_slots(reader, model.spec, dtype, compute, model.weights, moves, threads)
+    with files_for(device) as files:
+        yield TensorReader(Checkpoint.open(params.path), spec.quant_block, files)
         files.finish()
+
+
+def in_host_memory(compute: Compute) -> Compute:
+    """Prepares weights as `compute` does, but in host memory."""
+    return compute if compute.device.type == "cpu" else TorchCompute()
 
 
 def files_for(device: torch.device) -> AbstractContextManager[TensorFiles]:

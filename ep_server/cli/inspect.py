@@ -119,6 +119,8 @@ def command(
     group = plan_group(config)
     console.print(_placement(found, config, group))
     console.print(group.spares.described(config.parallel.ranks), markup=False, highlight=False)
+    if group.shadow is not None:
+        console.print(group.shadow.described(), markup=False, highlight=False)
 
 
 def _facts(found: Inspection) -> Table:
@@ -217,6 +219,8 @@ def _memory(sizing: Sizing, spec: ModelSpec, machine: Machine, load: Workload) -
         f"KV cache: {sizing.kv_bytes_per_token:,} bytes per token, {sizing.kv_tokens:,} tokens\n"
         f"per rank: {sizing.kv_tokens // load.context:,} sequences of {load.context:,}"
     )
+    if (shadow := sizing.plan.shadow) is not None:
+        table.caption += f"\n{shadow.described()}, of all ranks"
     return table
 
 

@@ -295,6 +295,13 @@ class ResilienceConfig:
         low=0,
         high=4096,
     )
+    shadow: str = option(
+        "off",
+        "Keep a copy of all experts in host memory of the server process. Ranks load experts from it after a "
+        "loss, when they join, and when experts move. on: it must fit. auto: on GPUs, if it takes at most "
+        "half of the free memory. off: ranks read the checkpoint, usually from the page cache.",
+        choices=("off", "auto", "on"),
+    )
     placement: str = option(
         "",
         "File with the placement of experts at the start, as ep-server placement --export writes it. "

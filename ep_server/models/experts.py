@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch
 from ep_server.errors import CheckpointError
 from ep_server.models.compute import Compute, FfnScales, GatedFfn
 from ep_server.models.families.spec import FP8_BLOCK, ModelSpec
-from ep_server.models.layers import ModelWeights, MoeWeights
+from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import Codes, TensorSource
 from ep_server.records import EMPTY
 
@@ -50,6 +50,33 @@ def load_slots(
     with ThreadPoolExecutor(threads, "experts") as pool:
         for loaded in [pool.submit(load, move) for move in moves]:
             loaded.result()
+
+
+def read_experts(
+    loader: ExpertLoader,
+    wanted: Sequence[tuple[int, int]],
+    take: Callable[[int, int, list[torch.Tensor]], None],
+    threads: int = 1,
+) -> None:
+    """Reads experts as slots hold them, one at a time in each of several threads.
+
+    Args:
+        wanted: (layer, expert), of layers with experts. take: gets layer, expert and slot_parts().
+    Raises: what the source and take() raise.
+    """
+
+    def read(layer: int, expert: int) -> None:
+        block = sparse_block(loader.source, loader.spec, f"model.layers.{layer}")
+        take(layer, expert, slot_parts(loader.load(f"{block}.experts", [expert]), 0))
+
+    with ThreadPoolExecutor(threads, "experts") as pool:
+        for done in [pool.submit(read, *one) for one in wanted]:
+            done.result()
+
+
+def slot_parts(ffn: GatedFfn, slot: int) -> list[torch.Tensor]:
+    """What a slot holds, as it lies in memory: tensors of bytes."""
+    return [tensor[slot].reshape(-1).view(torch.uint8) for tensor in tensors_of(ffn)]
 
 
 class SlotMove(NamedTuple):

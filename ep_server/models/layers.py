@@ -115,6 +115,17 @@ class ModelWeights:
         return sum(held.values())
 
 
+def replicated_tensors(weights: ModelWeights) -> list[torch.Tensor]:
+    """All distinct tensors but those of experts, in a fixed order."""
+    experts = {
+        id(tensor)
+        for layer in weights.layers
+        if isinstance(layer.ffn, MoeWeights)
+        for tensor in tensors_of(layer.ffn.experts)
+    }
+    return list({id(t): t for t in tensors_of(weights) if id(t) not in experts}.values())
+
+
 def tensors_of(record: object) -> Iterator[torch.Tensor]:
     """All tensors of a record and of the records in it."""
     if isinstance(record, torch.Tensor):

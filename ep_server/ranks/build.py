@@ -6,25 +6,33 @@ Defines the parts and their order, but uses no channel. Collective: every rank o
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
-from ep_server.backends.assembly import LoadParams, RankModel, load_experts, load_model
+from ep_server.backends.assembly import MOST_READERS, LoadParams, RankModel, load_experts, load_model
+from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.kv_copies import KvCopier, NoCopies
+from ep_server.backends.shadow import HostExperts, copies_for
 from ep_server.config import Config
+from ep_server.errors import StartupError, Unavailable
 from ep_server.exchange.api import Exchange, ExchangeSpec
+from ep_server.models.experts import SlotMove
 from ep_server.models.families import ModelSpec, read_spec
+from ep_server.models.shadow import ShadowLayout
+from ep_server.models.sizes import serving_dtype
 from ep_server.ranks.changes import Change
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
-from ep_server.ranks.experts import RankExperts
+from ep_server.ranks.experts import RankExperts, first_served
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.handoff.desk import HandoffDesk
 from ep_server.ranks.messages import placement_of
@@ -38,6 +46,8 @@ from ep_server.scheduler.rank_scheduler import RankScheduler
 from ep_server.text.grammars.masks import GrammarMasks
 from ep_server.text.tokenizer import Tokenizer
 from ep_server.v1 import rank_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
 MOST_MASK_THREADS = 8
@@ -70,7 +80,7 @@ class RankParts:
     overlap: Overlap
     masks: GrammarMasks
     profiler: StepProfiler
-    new_weights: Callable[[str, int], Change] | None
+    new_weights: Callable[[str, int], Change]
     handoff: HandoffDesk
     copier: KvCopier = field(default_factory=NoCopies)
     experts: RankExperts | None = None
@@ -101,12 +111,18 @@ def build_rank(
         params = _load_params(start, config, spec, device)
         if placement is not None:
             params = replace(params, held=placement.of_rank(start.rank))
-        model = load_model(params, progress)
+        shadow = _shadow(start, config, model_spec, device)
+        model = load_model(params, progress, shadow)
+        if shadow is not None:
+            served = params.slots(model_spec)
+            if placement is not None:
+                served = first_served(placement, start.rank, start.live)
+            _fill(shadow, model, params, served, progress)
         masks = masks_made.result()
     built = device.build(model, exchange, masks)
     experts = None
     if placement is not None:
-        experts = RankExperts(params, built.runner, partial(load_experts, model))
+        experts = RankExperts(params, built.runner, partial(load_experts, model, shadow=shadow))
         experts.use(placement, frozenset(start.live))
         experts.waits = start.joins
     limits = _limits(config, model, built, device.ahead)
@@ -144,10 +160,44 @@ def build_rank(
         device.overlap(),
         masks,
         StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
-        WeightsInPlace(model, params, scheduler, experts).change if device.takes_weights else None,
+        WeightsInPlace(model, params, scheduler, built.runner, experts, shadow).change,
         handoff,
         built.copier,
         experts,
+    )
+
+
+def _shadow(start: pb.Start, config: Config, spec: ModelSpec, device: Device) -> HostExperts | None:
+    """The host shadow as this rank maps it, if there is one."""
+    if not start.HasField("shadow_fd"):
+        return None
+    packed = isinstance(device.compute, NativeCompute)
+    layout = ShadowLayout.of(spec, serving_dtype(spec, config.model.dtype), packed=packed)
+    return HostExperts(layout, copies_for(device.compute.device), start.shadow_fd)
+
+
+def _fill(
+    shadow: HostExperts, model: RankModel, params: LoadParams, served: list[SlotMove], progress: Progress
+) -> None:
+    """Copies what this rank serves into the host shadow, and locks what it does not hold.
+
+    Raises: StartupError.
+    """
+    began, spec = time.monotonic(), model.spec
+    threads = max(1, min(params.threads, MOST_READERS))
+    count = shadow.save(model.weights, served, params.version, threads, partial(progress, "shadow"))
+    held = {(one.layer, one.expert) for one in params.slots(spec)}
+    everything = product(range(spec.num_layers), range(spec.router.num_experts))
+    filled = time.monotonic()
+    try:
+        shadow.pin([one for one in everything if one not in held])
+    except Unavailable as error:
+        raise StartupError(f"resilience.shadow: {error}; off does without") from error
+    log.info(
+        "host shadow: copied %d experts to it in %.2f s, locked what this rank lacks in %.2f s",
+        count,
+        filled - began,
+        time.monotonic() - filled,
     )
 
 
@@ -173,6 +223,7 @@ def _load_params(start: pb.Start, config: Config, spec: ExchangeSpec, device: De
         routing=given.routing,
         seed=given.seed,
         kv_dtype=given.kv_dtype,
+        version=start.weights_version,
     )
 
 

@@ -42,7 +42,7 @@ class CpuDevice:
     """Our kernels on `start.threads` threads of the CPU."""
 
     def __init__(self, start: pb.Start, config: Config) -> None:
-        self.ahead, self.takes_weights, self.warms_alone = 0, True, False
+        self.ahead, self.warms_alone = 0, False
         self.compute: Compute = NativeCompute(start.threads)
         self._start, self._config = start, config
 
@@ -73,7 +73,7 @@ class CudaDevice:
     """One GPU. Its number among the visible ones is the local rank."""
 
     def __init__(self, start: pb.Start, config: Config) -> None:
-        self.ahead, self.takes_weights, self.warms_alone = 1, False, True
+        self.ahead, self.warms_alone = 1, True
         self._start, self._config = start, config
         self.device = self._own(start.rank - local_ranks(config).start)
         self.compute: Compute = TorchCompute(self.device)

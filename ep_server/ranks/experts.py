@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 16  # experts read between two looks whether reading shall end
 
-Load = Callable[[LoadParams, Sequence[SlotMove]], None]
+Load = Callable[[LoadParams, Sequence[SlotMove]], int]
 Planned = tuple[Placement, frozenset[int], np.ndarray]  # placement, live ranks, their routes
 
 
@@ -40,7 +40,10 @@ class RankExperts:
     """
 
     def __init__(self, params: LoadParams, runner: AnyRunner, load: Load) -> None:
-        """load: reads experts into slots, with the given parameters. use() follows."""
+        """load: reads experts into slots, with the given parameters. Returns: how many from host memory.
+
+        use() follows.
+        """
         self.placement: Placement | None = None
         self.live: frozenset[int] = frozenset()
         self.waits = False
@@ -55,9 +58,14 @@ class RankExperts:
         """As load_model() takes them, for weights of the same slots."""
         return replace(self._params, held=tuple(tuple(layer) for layer in self._held))
 
-    def loaded_from(self, path: str) -> None:
+    def loaded_from(self, path: str, version: int) -> None:
         """The weights in force are those of another checkpoint."""
-        self._params = replace(self._params, path=path)
+        self._params = replace(self._params, path=path, version=version)
+
+    def served_slots(self) -> list[SlotMove]:
+        """Slots whose experts this rank serves, as the first live rank that does."""
+        assert self.placement is not None
+        return first_served(self.placement, self._params.rank, self.live)
 
     def load(self, target: Placement, *, idle: bool) -> int:
         """Reads the experts that `target` gives this rank and that its slots lack.
@@ -75,10 +83,18 @@ class RankExperts:
             moves = self._moves(target)
             if not idle and not self.waits:
                 self._check_free(moves)
-            for first in range(0, len(moves), AT_ONCE):
+            began, copied = time.monotonic(), 0
+            at_once = max(len(moves), 1) if idle else AT_ONCE
+            for first in range(0, len(moves), at_once):
                 if self._hurry.is_set():
                     raise Unavailable("experts are read for a new generation instead")
-                self._read(moves[first : first + AT_ONCE])
+                copied += self._read(moves[first : first + at_once])
+            log.info(
+                "loaded %d experts in %.2f s, %d of them from the host shadow",
+                len(moves),
+                time.monotonic() - began,
+                copied,
+            )
             return len(moves)
 
     def use(self, target: Placement, live: Collection[int]) -> None:
@@ -122,12 +138,13 @@ class RankExperts:
             if self.placement.serves[move.layer][first + move.slot]:
                 raise Unavailable(f"layer {move.layer}: slot {first + move.slot} serves an expert")
 
-    def _read(self, moves: Sequence[SlotMove]) -> None:
+    def _read(self, moves: Sequence[SlotMove]) -> int:
         for move in moves:
             self._held[move.layer][move.slot] = EMPTY
-        self._load(self._params, moves)
+        copied = self._load(self._params, moves)
         for move in moves:
             self._held[move.layer][move.slot] = move.expert
+        return copied
 
 
 class _NewPlacement:
@@ -152,10 +169,8 @@ class _NewPlacement:
             self._target.num_ranks,
         ):
             raise InternalError("the placement is of another number of experts or slots")
-        began = time.monotonic()
-        count = self._experts.load(self._target, idle=False)
+        self._experts.load(self._target, idle=False)
         self._experts.plan(self._target, self._live)
-        log.info("read %d experts for another placement in %.2f s", count, time.monotonic() - began)
         return Prepared()
 
     def apply(self) -> None:
@@ -164,6 +179,18 @@ class _NewPlacement:
             self._experts.use(self._target, self._experts.live)
         else:
             self._enter()
+
+
+def first_served(placement: Placement, rank: int, live: Collection[int]) -> list[SlotMove]:
+    """Slots of a rank that serve an expert which no live rank of a lower number serves."""
+    per, found = placement.slots_per_rank, []
+    for layer, (held, serves) in enumerate(zip(placement.experts, placement.serves, strict=True)):
+        firsts: dict[int, int] = {}
+        for slot, expert in enumerate(held):
+            if serves[slot] and slot // per in live:
+                firsts.setdefault(expert, slot)
+        found += [SlotMove(layer, s % per, expert) for expert, s in firsts.items() if s // per == rank]
+    return found
 
 
 def routes_of(placement: Placement, rank: int, live: Collection[int]) -> Routes:

@@ -21,6 +21,7 @@ from ep_server.exchange.spec import group_bytes
 from ep_server.models.families import ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
+from ep_server.models.shadow import ShadowLayout
 from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.ranks.gpu_memory import least_free_memory
 from ep_server.ranks.slots import (
@@ -39,6 +40,7 @@ SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a t
 HIERARCHICAL_FROM = 64
 GPU_SPARE_SHARE = 2 / 3  # the same of a GPU's memory, which has fewer other uses
 SPARE_SHARE = 0.5  # of the memory beside weights, exchange and processes, for automatic spare slots
+SHADOW_SHARE = {"on": 1.0, "auto": 0.5}  # of the host memory available that the host shadow may take
 PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
 
 
@@ -51,6 +53,7 @@ class GroupPlan:
     weight_bytes: by rank, over all hosts, empty slots included.
     spares: expert slots. placement: of experts in slots; None where they stay.
     unused: names unused parts of the checkpoint; empty if none.
+    shadow: of experts in host memory, if there is one.
     """
 
     exchange: ExchangeSpec
@@ -60,6 +63,7 @@ class GroupPlan:
     spares: SpareSlots
     placement: Placement | None = None
     unused: str = ""
+    shadow: ShadowLayout | None = None
 
 
 def plan_group(config: Config, available: int | None = None) -> GroupPlan:
@@ -83,9 +87,11 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
             f"scheduler.kv_host_gib = {config.scheduler.kv_host_gib:g}: {_gib(pinned)} for "
             f"{config.parallel.ranks} ranks must fit into the {_gib(memory)} of memory available"
         )
+    shadow = None if on_cpu else _shadow_that_fits(config, found.spec, memory - pinned)
     if not on_cpu and available is None:
         memory = config.parallel.ranks * least_free_memory()
-    return replace(plan_ranks(config, found.spec, memory, packed=on_cpu), unused=str(found.unused))
+    plan = plan_ranks(config, found.spec, memory, packed=on_cpu)
+    return replace(plan, unused=str(found.unused), shadow=plan.shadow if on_cpu else shadow)
 
 
 def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool = True) -> GroupPlan:
@@ -111,9 +117,9 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     here = sum(weights[rank] for rank in local_ranks(config))
     shared = exchange_bytes(config, exchange)
     threads = config.parallel.threads_per_rank or max(1, usable_cores() // ranks)
-    placement = placement_at_start(config, spec)
+    placement, shadow = placement_at_start(config, spec), shadow_of(config, spec, packed=packed)
     if config.parallel.device == "cuda":  # each rank knows its GPU, and sizes its cache
-        return GroupPlan(exchange, scheduler.kv_blocks, threads, weights, spares, placement)
+        return GroupPlan(exchange, scheduler.kv_blocks, threads, weights, spares, placement, shadow=shadow)
     processes = ranks + standby_processes(config)
     host = ranks * host_bytes(config, spec) if packed else 0  # a GPU's memory holds none of it
     fixed = _fixed_bytes(config, spec, exchange, packed=packed)
@@ -128,12 +134,13 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
             f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
             f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache"
             + (f", {_gib(host)} of host tier (scheduler.kv_host_gib)" if host else "")
+            + (f", {_gib(shadow.nbytes)} of host shadow (resilience.shadow)" if shadow is not None else "")
             + " and "
             f"{_gib(processes * PROCESS_BYTES)} for {processes} processes need more than the "
             f"{_gib(available)} of memory available"
             + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
         )
-    return GroupPlan(exchange, blocks, threads, weights, spares, placement)
+    return GroupPlan(exchange, blocks, threads, weights, spares, placement, shadow=shadow)
 
 
 def _fixed_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, packed: bool) -> int:
@@ -143,7 +150,41 @@ def _fixed_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, pac
     here = sum(weights[rank] for rank in local_ranks(config))
     processes = ranks + standby_processes(config)
     host = ranks * host_bytes(config, spec) if packed else 0  # a GPU's memory holds none of it
+    shadow = shadow_of(config, spec, packed=True) if packed else None
+    host += 0 if shadow is None else shadow.nbytes
     return here + exchange_bytes(config, exchange) + host + processes * PROCESS_BYTES
+
+
+def shadow_of(config: Config, spec: ModelSpec, *, packed: bool) -> ShadowLayout | None:
+    """The host shadow of resilience.shadow; with auto on GPUs if it fits. Raises: ConfigError."""
+    given = config.resilience.shadow
+    usable = given != "off" and outlives_losses(config) and _replaces_ranks(config, spec)
+    if given == "on" and not usable:
+        allowed = "off or auto, unless several ranks on one node, on_rank_loss = recover, no float32 on GPUs"
+        raise ConfigError("resilience.shadow", given, allowed)
+    if not usable or (given == "auto" and packed):
+        return None
+    return ShadowLayout.of(spec, serving_dtype(spec, config.model.dtype), packed=packed)
+
+
+def _shadow_that_fits(config: Config, spec: ModelSpec, memory: int) -> ShadowLayout | None:
+    """Of GPU ranks, in so much host memory. Raises: ConfigError; StartupError if on does not fit."""
+    shadow = shadow_of(config, spec, packed=False)
+    if shadow is None or shadow.nbytes <= memory * SHADOW_SHARE[config.resilience.shadow]:
+        return shadow
+    if config.resilience.shadow == "on":
+        raise StartupError(
+            f"resilience.shadow = on: {_gib(shadow.nbytes)} for a copy of all experts must fit into the "
+            f"{_gib(memory)} of host memory available; auto or off do without"
+        )
+    return None
+
+
+def _replaces_ranks(config: Config, spec: ModelSpec) -> bool:
+    """A new process can take the place of a lost rank while the others go on."""
+    plain = with_spares(config, 0)
+    exchange = exchange_spec(plain, spec, 0)
+    return replaces_ranks(topology_of(plain, exchange), exchange)
 
 
 def spares_that_fit(config: Config, spec: ModelSpec, available: int, *, packed: bool = True) -> int:
@@ -152,10 +193,9 @@ def spares_that_fit(config: Config, spec: ModelSpec, available: int, *, packed: 
     Raises: ConfigError for spare slots of ranks that cannot use them.
     """
     given, ranks, plain = config.resilience.spare_slots, num_ranks(config), with_spares(config, 0)
-    exchange = exchange_spec(plain, spec, 0)
-    topology = topology_of(plain, exchange)
-    usable = outlives_losses(config) and replaces_ranks(topology, exchange)
-    if most_ranks(config) > ranks and not replaces_ranks(topology, exchange):
+    exchange, replaces = exchange_spec(plain, spec, 0), _replaces_ranks(config, spec)
+    usable = outlives_losses(config) and replaces
+    if most_ranks(config) > ranks and not replaces:
         allowed = "0 or parallel.ranks for float32 on GPUs"
         raise ConfigError("parallel.max_ranks", config.parallel.max_ranks, allowed)
     if given != "auto":

@@ -18,6 +18,7 @@ from typing import Protocol
 from ep_server.config import Config
 from ep_server.exchange.factory import replaces_ranks, segment_spec
 from ep_server.exchange.segment import create_host_share, create_segment, report_lost
+from ep_server.models.shadow import create_shadow
 from ep_server.ranks.group import (
     GroupPlan,
     hosts_of,
@@ -130,15 +131,19 @@ class Replacing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Descriptors that the ranks of one host inherit. bells: one per rank, if there are other hosts."""
+    """Descriptors that the ranks of one host inherit. bells: one per rank, if there are other hosts.
+
+    shadow: of experts, see models/shadow.py.
+    """
 
     segment: int
     bells: tuple[int, ...] = ()
+    shadow: int | None = None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All of them."""
-        return (self.segment, *self.bells)
+        return (self.segment, *self.bells, *(() if self.shadow is None else (self.shadow,)))
 
 
 class OneHost:
@@ -168,6 +173,8 @@ class OneHost:
         self._config = with_spares(self._config, plan.spares.spares)
         warn_of_unused(plan)
         log.info("%s", plan.spares.described(self._config.parallel.ranks))
+        if plan.shadow is not None:
+            log.info("%s", plan.shadow.described())
         outlive = self._outlive and replaces_ranks(topology_of(self._config, plan.exchange), plan.exchange)
         local = self._local = LocalRanks(
             self._config, plan, plan.kv_blocks, self._module, outlive, self._weights
@@ -319,7 +326,9 @@ async def ended(ranks: Sequence[Rank], seconds: float) -> None:
 def _share(local: LocalRanks) -> SharedMemory:
     config, spec = local.config, local.plan.exchange
     if config.cluster.nodes == 1:
-        return SharedMemory(create_segment(segment_spec(topology_of(config, spec), spec)))
+        segment = create_segment(segment_spec(topology_of(config, spec), spec))
+        shadow = local.plan.shadow
+        return SharedMemory(segment, shadow=None if shadow is None else create_shadow(shadow))
     share = create_host_share(spec, hosts_of(config), config.cluster.node_rank)
     return SharedMemory(share.fd, share.bells)
 
@@ -339,6 +348,7 @@ def _start(
         kv_blocks=local.kv_blocks,
         outlives=local.outlive,
         weights_version=local.weights,
+        shadow_fd=shared.shadow,
     )
 
 

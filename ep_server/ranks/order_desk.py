@@ -81,8 +81,6 @@ class OrderDesk:
             return self._experts.change(order.placement)
         if isinstance(order, PrepareGeneration):
             return self._experts.generation(order, partial(self._enter, order))
-        if self._new_weights is None:
-            raise WrongState("ranks on GPUs cannot take new weights; start the server again with them")
         return self._new_weights(order.path, order.version)
 
     @property

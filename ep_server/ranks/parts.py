@@ -83,6 +83,10 @@ class Runner(Protocol[Step]):
         """
         ...
 
+    def weights_changed(self) -> None:
+        """The weights have new values in place: renews what was made of them. No step is in flight."""
+        ...
+
     def drop_steps(self) -> None:
         """Forgets the steps in flight, none of which will be collected: another rank was lost.
 
@@ -118,12 +122,10 @@ class Built:
 class Device(Protocol):
     """ahead: steps launched before the tokens of the last one are known.
 
-    takes_weights: what build() joins reads the weights where they are, so that they can change in place.
     warms_alone: a rank that joins others warms up before it meets them: its exchange masks them until then.
     """
 
     ahead: int
-    takes_weights: bool
     warms_alone: bool
 
     @property

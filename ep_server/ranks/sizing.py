@@ -139,6 +139,9 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
         **(
             {"host tier": host_bytes(config, spec)} if machine.packed and config.scheduler.kv_host_gib else {}
         ),
+        **(
+            {"host shadow": plan.shadow.nbytes // ranks} if machine.packed and plan.shadow is not None else {}
+        ),
         "exchange": group_bytes(plan.exchange) // ranks,
         "process": PROCESS_BYTES,
     }

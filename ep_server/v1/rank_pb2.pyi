@@ -43,7 +43,7 @@ class ToRank(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "placement", "live", "weights_version", "handover")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "placement", "live", "weights_version", "handover", "shadow_fd")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class Start(_message.Message):
     LIVE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FD_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_ranks: int
     config_json: str
@@ -70,7 +71,8 @@ class Start(_message.Message):
     live: _containers.RepeatedScalarFieldContainer[int]
     weights_version: int
     handover: int
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., handover: _Optional[int] = ...) -> None: ...
+    shadow_fd: int
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., handover: _Optional[int] = ..., shadow_fd: _Optional[int] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("num_experts", "slots_per_rank", "layers")

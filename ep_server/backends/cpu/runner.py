@@ -143,6 +143,9 @@ class ModelRunner:
         tokens = self._sampler.sample(numbers, logits, given) if numbers else []
         return tokens + [SampledToken(number, LATE_TOKEN) for number in late]
 
+    def weights_changed(self) -> None:
+        """As Runner.weights_changed: nothing is made of them."""
+
     def drop_steps(self) -> None:
         """As Runner.drop_steps: nothing is in flight between two calls."""
 

@@ -139,6 +139,13 @@ class GpuDecoder:
         head.write_unrounded(x, logits)
         return logits
 
+    def renew_routers(self) -> None:
+        """The weights have new values in place; so have what router_weight() made of them."""
+        for layer, block in zip(self._weights.layers, self._moe, strict=True):
+            if block is not None and isinstance(layer.ffn, MoeWeights):
+                assert isinstance(layer.ffn.router, TorchLinear)
+                block.router.weight.copy_(layer.ffn.router.weight)
+
     def _block(self, index: int, params: DecoderParams) -> GpuMoe | None:
         ffn = params.weights.layers[index].ffn
         if not isinstance(ffn, MoeWeights):

@@ -278,6 +278,10 @@ class GpuRunner:
         """Prompt scores of the slices with `scored` rows, after collect() has returned the step."""
         return [result for scorer in launched.scorers for result in scorer.results()]
 
+    def weights_changed(self) -> None:
+        """See Runner. Routers may be held once more in bfloat16."""
+        self._decoder.renew_routers()
+
     def drop_steps(self) -> None:
         """Forgets the steps in flight, which the device has ended, whatever they drew.
 

@@ -37,7 +37,7 @@ class Interpreted:
     def __init__(self, start: pb.Start, config: Config) -> None:
         make_exact()
         make_quick()
-        self.ahead, self.takes_weights, self.warms_alone = 1, False, False
+        self.ahead, self.warms_alone = 1, False
         self.compute = TorchCompute(torch.device("cpu"))
         self._start, self._config = start, config
 

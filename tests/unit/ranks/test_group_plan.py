@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ep_server.models.inspect import inspect_checkpoint
 from ep_server.ranks.group import (
     PROCESS_BYTES,
     SPIN_US,
+    GroupPlan,
     hosts_of,
     local_ranks,
     plan_group,
@@ -214,6 +216,49 @@ def test_given_blocks_fit_or_are_refused(tiny: Tiny) -> None:
     assert plan_group(config, available=needed).kv_blocks == 1000
     with pytest.raises(StartupError, match=r"does not fit: 0\.00 GiB of weights"):
         plan_group(config, available=needed - 1)
+
+
+def test_a_host_shadow_fits_or_is_refused(tiny: Tiny) -> None:
+    """A copy of all experts, as ranks hold them; a container's limit is in what is available."""
+    config = rank_config(tiny.path, 2, resilience__spare_slots="0", scheduler__kv_blocks=100)
+    without = plan_group(config, available=1 << 34)
+    experts = sum(without.weight_bytes) - 2 * min(plan_group(rank_config(tiny.path, 12)).weight_bytes)
+    with_shadow = replace(config, resilience=replace(config.resilience, shadow="on"))
+    plan = plan_group(with_shadow, available=1 << 34)
+    assert without.shadow is None and plan.shadow is not None
+    assert plan.shadow.count * plan.shadow.expert_bytes == experts
+    assert experts < plan.shadow.nbytes < experts + (plan.shadow.count + 1) * 4096
+    needed = sum(plan.weight_bytes) + group_bytes(plan.exchange) + 2 * PROCESS_BYTES + 200 * BLOCK_BYTES
+    assert plan_group(with_shadow, needed + plan.shadow.nbytes).shadow == plan.shadow
+    with pytest.raises(StartupError, match=r"0\.00 GiB of host shadow \(resilience\.shadow\)"):
+        plan_group(with_shadow, needed + plan.shadow.nbytes - 1)
+
+
+def test_gpu_ranks_have_a_host_shadow_if_it_fits(tiny: Tiny) -> None:
+    def planned(shadow: str, available: int) -> GroupPlan:
+        fields = {"parallel__device": "cuda", "model__dtype": "bfloat16", "resilience__shadow": shadow}
+        return plan_group(rank_config(tiny.path, 2, **fields), available)
+
+    layout = planned("on", 1 << 34).shadow
+    assert layout is not None and planned("off", 1 << 34).shadow is None
+    assert planned("on", layout.nbytes).shadow == planned("auto", 2 * layout.nbytes).shadow == layout
+    assert planned("auto", 2 * layout.nbytes - 1).shadow is None
+    with pytest.raises(StartupError, match=r"resilience\.shadow = on: .* must fit into the .* auto or off"):
+        planned("on", layout.nbytes - 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"resilience__on_rank_loss": "stop"},
+        {"cluster__nodes": 2, "cluster__node_rank": 0},
+        {"parallel__device": "cuda", "model__dtype": "float32"},
+    ],
+)
+def test_no_host_shadow_where_all_ranks_end(tiny: Tiny, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"resilience\.shadow = 'on': must be off or auto, unless"):
+        plan_group(rank_config(tiny.path, 2, resilience__shadow="on", **fields), 1 << 34)
+    assert plan_group(rank_config(tiny.path, 2, resilience__shadow="auto", **fields), 1 << 34).shadow is None
 
 
 @pytest.mark.parametrize(

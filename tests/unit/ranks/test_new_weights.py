@@ -88,7 +88,7 @@ def test_weights_change_in_place(case: str, dtype: str, tiny: Callable[[str], Ti
     old, new = outputs(rank.runner, made.prompts), outputs(OneRank(other, dtype).runner, made.prompts)
     assert all(a != b for a, b in zip(old, new, strict=True))
     addresses = [tensor.data_ptr() for tensor in tensors_of(rank.model.weights)]
-    place = WeightsInPlace(rank.model, rank.params, scheduler)
+    place = WeightsInPlace(rank.model, rank.params, scheduler, rank.runner)
     change = place.change(str(other), 3)
     prepared = change.prepare()
     assert prepared.nbytes >= rank.model.weights.nbytes and prepared.rate > 0
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_differs_is_refused(
     edit(tmp_path / "other")
     rank = OneRank(made.path, "float32")
     held = [tensor.clone() for tensor in tensors_of(rank.model.weights)]
-    place = WeightsInPlace(rank.model, dataclasses.replace(rank.params), RankScheduler(LIMITS))
+    place = WeightsInPlace(rank.model, dataclasses.replace(rank.params), RankScheduler(LIMITS), rank.runner)
     with pytest.raises(CheckpointError, match=named):
         place.change(str(tmp_path / "other"), 1).prepare()
     assert all(torch.equal(a, b) for a, b in zip(held, tensors_of(rank.model.weights), strict=True))

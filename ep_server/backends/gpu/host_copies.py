@@ -1,0 +1,79 @@
+"""Copies between a GPU's weights and host memory that is locked for it, on a stream of their own.
+
+Units: bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ep_server.backends.gpu.waiting import await_event, await_stream
+from ep_server.errors import Unavailable
+
+COPY_SECONDS = 60.0  # a copy waits for no peer but, at most, for steps that end within their own deadlines
+_WHAT = "copies of experts"
+
+
+class StreamHostCopies:
+    """See HostCopies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._own = threading.local()
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """See HostCopies. Raises: Unavailable if the system refuses to lock so many pages."""
+        with torch.cuda.device(self._device):
+            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)  # type: ignore[no-untyped-call]
+        if int(status) != 0:
+            raise Unavailable(
+                f"{len(memory) / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {int(status)})"
+            )
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """See HostCopies."""
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """See HostCopies."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def upload(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """See HostCopies."""
+        with torch.cuda.stream(self._stream):
+            into.copy_(values, non_blocking=True)
+
+    def finish(self) -> None:
+        """See HostCopies."""
+        await_stream(self._stream, COPY_SECONDS, _WHAT)
+
+    def download(self, into: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Through a locked buffer of this thread: `into` may not be locked."""
+        if not parts[0].is_cuda:
+            torch.cat(list(parts), out=into)
+            return
+        buffer, stream = self._buffer(len(into))
+        at = 0
+        stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(stream):
+            for part in parts:
+                buffer[at : at + len(part)].copy_(part, non_blocking=True)
+                at += len(part)
+            copied = stream.record_event()
+        await_event(copied, COPY_SECONDS, _WHAT)
+        into.copy_(buffer[: len(into)])
+
+    def _buffer(self, size: int) -> tuple[torch.Tensor, torch.cuda.Stream]:
+        """Of this thread, of at least so many bytes; and its stream."""
+        held: torch.Tensor | None = getattr(self._own, "buffer", None)
+        if held is None or len(held) < size:
+            with torch.cuda.device(self._device):
+                held = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._own.buffer = held
+        return held, self._own.stream

@@ -1,0 +1,256 @@
+"""Experts in host memory, as slots hold them: the host shadow that all ranks map, or one rank's new weights.
+
+Any rank may end while it writes an entry: the tag of an entry is written behind it. Units: bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from ep_server.errors import StartupError, Unavailable
+from ep_server.models.experts import SlotMove, slot_parts
+from ep_server.models.layers import ModelWeights, MoeWeights
+from ep_server.models.shadow import ShadowLayout
+
+log = logging.getLogger(__name__)
+
+
+class HostCopies(Protocol):
+    """Copies between a rank's weights and host memory. Several threads may copy at once."""
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Locks memory for fast copies, until unpin() or the end of the process.
+
+        Args: a tensor of bytes, of which no page is locked yet. Raises: Unavailable.
+        """
+        ...
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Ends what pin() of the same tensor began. No copy of it is in flight."""
+        ...
+
+    def begin(self) -> None:
+        """What is copied from here on is copied behind the work of the device's current stream."""
+        ...
+
+    def upload(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """Begins a copy of host memory into weights. values: do not change before finish()."""
+        ...
+
+    def finish(self) -> None:
+        """Returns once all copies have ended. Raises: InternalError if they do not."""
+        ...
+
+    def download(self, into: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Copies parts of weights into host memory, end to end. All are tensors of bytes."""
+        ...
+
+
+class PlainCopies:
+    """See HostCopies, where weights are in host memory."""
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Nothing."""
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Nothing."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def upload(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """Copies at once."""
+        into.copy_(values)
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def download(self, into: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """See HostCopies."""
+        torch.cat(list(parts), out=into)
+
+
+def copies_for(device: torch.device) -> HostCopies:
+    """For weights on a device."""
+    if device.type != "cuda":
+        return PlainCopies()
+    from ep_server.backends.gpu.host_copies import StreamHostCopies
+
+    return StreamHostCopies(device)
+
+
+class HostExperts:
+    """Entries in host memory. One thread loads; several may write entries, each its own.
+
+    fd: of memory that other processes map too; None = private memory, which goes with this object.
+    copies: of the device that the weights are on.
+    """
+
+    def __init__(self, layout: ShadowLayout, copies: HostCopies, fd: int | None = None) -> None:
+        """Raises: OSError."""
+        self.layout, self.copies, self._fd = layout, copies, fd
+        if fd is None:
+            self._mapped = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._mapped = mmap.mmap(fd, layout.nbytes, flags=mmap.MAP_SHARED)
+        with suppress(OSError):  # only faster to lock
+            self._mapped.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        self._tags = self._memory[: 4 * layout.count].view(torch.int32)
+        self._pinned: set[int] = set()  # numbers of entries
+        self._locked: list[torch.Tensor] = []
+        weakref.finalize(self, _unlock, copies, self._locked).atexit = False
+
+    def holds(self, version: int, layer: int, entry: int) -> bool:
+        """Whether an entry holds its expert of these weights."""
+        return self.layout.sparse[layer] and int(self._tags[self.layout.number(layer, entry)]) == version + 1
+
+    def write(self, version: int, layer: int, entry: int, parts: Sequence[torch.Tensor]) -> None:
+        """Fills an entry from the parts of a slot, on any device. Raises: StartupError without memory."""
+        number = self.layout.number(layer, entry)
+        self._tags[number] = 0
+        if self._fd is not None:  # else the first touch of a page that is not there would end the process
+            try:
+                begin = self.layout.tag_bytes + number * self.layout.pitch
+                os.posix_fallocate(self._fd, begin, self.layout.pitch)
+            except OSError as error:
+                raise StartupError(
+                    f"resilience.shadow = on: no memory for {self.layout.nbytes / 2**30:.2f} GiB of experts "
+                    f"({error.strerror}): must be off"
+                ) from error
+        self.copies.download(self._entry(number), parts)
+        self._tags[number] = version + 1
+
+    def save(
+        self,
+        weights: ModelWeights,
+        slots: Sequence[SlotMove],
+        version: int,
+        threads: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> int:
+        """Fills the entries of what slots hold, unless others have. Returns: how many. Raises: as write()."""
+        sparse = self.layout.sparse
+        wanted = [s for s in slots if sparse[s.layer] and not self.holds(version, s.layer, s.expert)]
+
+        def save(slot: SlotMove) -> None:
+            self.write(version, slot.layer, slot.expert, _parts(weights, slot))
+
+        with ThreadPoolExecutor(threads, "shadow") as pool:
+            for done, made in enumerate([pool.submit(save, slot) for slot in wanted], 1):
+                made.result()
+                progress(done, len(wanted))
+        return len(wanted)
+
+    def pin(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Locks entries, (layer, entry), for fast copies. Raises: Unavailable."""
+        layout = self.layout
+        numbers = sorted({layout.number(*one) for one in wanted if layout.sparse[one[0]]} - self._pinned)
+        for run in _runs(numbers):
+            begin = layout.tag_bytes + run.start * layout.pitch
+            memory = self._memory[begin : begin + len(run) * layout.pitch]
+            self.copies.pin(memory)
+            self._pinned.update(run)
+            self._locked.append(memory)
+
+    def load(self, weights: ModelWeights, moves: Sequence[SlotMove], version: int) -> list[SlotMove]:
+        """Copies entries into slots that no rows are for meanwhile.
+
+        Returns: the moves without an entry, or whose entry was written meanwhile. Raises: InternalError.
+        """
+        there = [move for move in moves if self.holds(version, move.layer, move.expert)]
+        try:
+            self.pin([(move.layer, move.expert) for move in there])
+        except Unavailable as error:
+            log.warning("experts are copied slower: %s", error)
+        self.copies.begin()
+        for move in there:
+            entry, at = self._entry(self.layout.number(move.layer, move.expert)), 0
+            for part in _parts(weights, move):
+                self.copies.upload(part, entry[at : at + len(part)])
+                at += len(part)
+        self.copies.finish()
+        loaded = {move for move in there if self.holds(version, move.layer, move.expert)}
+        return [move for move in moves if move not in loaded]
+
+    def _entry(self, number: int) -> torch.Tensor:
+        begin = self.layout.tag_bytes + number * self.layout.pitch
+        return self._memory[begin : begin + self.layout.expert_bytes]
+
+
+class HostTensors:
+    """Tensors of host memory that weights will be overwritten with, in memory locked for that.
+
+    tensors: the same values, in the same order.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor], copies: HostCopies) -> None:
+        """Raises: Unavailable."""
+        self._copies, self.tensors = copies, list(values)
+        self._locked: list[torch.Tensor] = []
+        weakref.finalize(self, _unlock, copies, self._locked).atexit = False
+        if isinstance(copies, PlainCopies):
+            return
+        size = sum(_aligned(tensor.nbytes) for tensor in values)
+        memory = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
+        copies.pin(memory)
+        self._locked.append(memory)
+        at = 0
+        for index, tensor in enumerate(values):
+            self.tensors[index] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self.tensors[index].copy_(tensor)
+            at += _aligned(tensor.nbytes)
+
+    def copy_rate(self, device: torch.device, sample_bytes: int) -> float:
+        """Bytes per second of copies to the device, into memory that is there already; of a sample."""
+        every = max(1, sum(tensor.nbytes for tensor in self.tensors) // sample_bytes)
+        sample = [tensor.reshape(-1)[: sample_bytes // 4] for tensor in self.tensors[::every]]
+        into = [torch.zeros_like(tensor, device=device) for tensor in sample]
+        self._copies.begin()
+        self._copies.finish()
+        began = time.perf_counter()
+        for held, new in zip(into, sample, strict=True):
+            self._copies.upload(held, new)
+        self._copies.finish()
+        return sum(tensor.nbytes for tensor in sample) / (time.perf_counter() - began)
+
+
+def _unlock(copies: HostCopies, memory: list[torch.Tensor]) -> None:
+    """In a thread of its own: it takes long, and steps may run."""
+
+    def unlock() -> None:
+        for one in memory:
+            copies.unpin(one)
+        memory.clear()
+
+    if memory:
+        threading.Thread(target=unlock, name="unlock", daemon=True).start()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _parts(weights: ModelWeights, slot: SlotMove) -> list[torch.Tensor]:
+    ffn = weights.layers[slot.layer].ffn
+    assert isinstance(ffn, MoeWeights)
+    return slot_parts(ffn.experts, slot.slot)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Consecutive numbers of an ascending sequence."""
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        yield range(run[0], run[-1] + 1)
