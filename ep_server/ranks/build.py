@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +42,7 @@ from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
 from ep_server.ranks.profiler import StepProfiler
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import AUTO_BUDGET, IDLE, SchedulerLimits
+from ep_server.scheduler.placement import Placement
 from ep_server.scheduler.rank_scheduler import RankScheduler
 from ep_server.text.grammars.masks import GrammarMasks
 from ep_server.text.tokenizer import Tokenizer
@@ -114,10 +115,9 @@ def build_rank(
         shadow = _shadow(start, config, model_spec, device)
         model = load_model(params, progress, shadow)
         if shadow is not None:
-            served = params.slots(model_spec)
-            if placement is not None:
-                served = first_served(placement, start.rank, start.live)
-            _fill(shadow, model, params, served, progress)
+            if not start.joins:  # else others may be writing new weights into it
+                _fill(shadow, model, params, placement, progress)
+            _lock(shadow, params.slots(model_spec), model_spec)
         masks = masks_made.result()
     built = device.build(model, exchange, masks)
     experts = None
@@ -177,28 +177,27 @@ def _shadow(start: pb.Start, config: Config, spec: ModelSpec, device: Device) ->
 
 
 def _fill(
-    shadow: HostExperts, model: RankModel, params: LoadParams, served: list[SlotMove], progress: Progress
+    shadow: HostExperts, model: RankModel, params: LoadParams, placement: Placement | None, progress: Progress
 ) -> None:
-    """Copies what this rank serves into the host shadow, and locks what it does not hold.
-
-    Raises: StartupError.
-    """
-    began, spec = time.monotonic(), model.spec
+    """Copies what this rank serves into the host shadow. Raises: StartupError."""
+    began = time.monotonic()
+    served = params.slots(model.spec)
+    if placement is not None:
+        served = first_served(placement, params.rank, range(placement.num_ranks))
     threads = max(1, min(params.threads, MOST_READERS))
     count = shadow.save(model.weights, served, params.version, threads, partial(progress, "shadow"))
-    held = {(one.layer, one.expert) for one in params.slots(spec)}
+    log.info("copied %d experts into the host shadow in %.2f s", count, time.monotonic() - began)
+
+
+def _lock(shadow: HostExperts, held: Sequence[SlotMove], spec: ModelSpec) -> None:
+    """Locks what this rank may have to load. Raises: StartupError."""
+    began, own = time.monotonic(), {(one.layer, one.expert) for one in held}
     everything = product(range(spec.num_layers), range(spec.router.num_experts))
-    filled = time.monotonic()
     try:
-        shadow.pin([one for one in everything if one not in held])
+        shadow.pin([one for one in everything if one not in own])
     except Unavailable as error:
         raise StartupError(f"resilience.shadow: {error}; off does without") from error
-    log.info(
-        "host shadow: copied %d experts to it in %.2f s, locked what this rank lacks in %.2f s",
-        count,
-        filled - began,
-        time.monotonic() - filled,
-    )
+    log.info("locked the host shadow in %.2f s", time.monotonic() - began)
 
 
 def _masks(config: Config, spec: ModelSpec, threads: int) -> GrammarMasks:

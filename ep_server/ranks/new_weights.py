@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.backends.assembly import (
-    MOST_READERS,
+    MOST_LOADERS,
     TORCH,
     LoadParams,
     RankModel,
@@ -179,7 +179,7 @@ class _NewWeights:
             for entry in wanted[layer, expert]:
                 experts.write(self._version, layer, entry, parts)
 
-        threads = max(1, min(params.threads, MOST_READERS))
+        threads = max(1, min(params.threads, MOST_LOADERS))  # decoding goes first
         with source_of(params, model.spec, compute.device) as source:
             loader = ExpertLoader(source, model.spec, TORCH[model.dtype], compute)
             read_experts(loader, list(wanted), take, threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import pytest
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient
 from ep_server.config import Config
-from tests.support.ranks.serving import serving
+from ep_server.v1 import control_pb2
+from tests.support.models.perturbed import perturbed
+from tests.support.models.poisoned import poison_experts
+from tests.support.ranks.serving import WAIT, serving
 from tests.support.raw_client import Output
 
 INTERPRETED = "tests.support.ranks.interpreted_rank"
@@ -69,7 +73,7 @@ async def test_ranks_leave_and_join() -> None:
         assert not served.heard.lost and not served.heard.recovered
 
 
-def configured() -> Config:
+def configured(**fields: object) -> Config:
     return Config.from_values(
         {
             "grpc.port": 0,
@@ -87,4 +91,26 @@ def configured() -> Config:
             "scheduler.max_step_tokens": 16,
             "scheduler.max_running": 8,
         }
+        | {name.replace("__", "."): value for name, value in fields.items()}
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shadow", ["off", "on"])
+async def test_new_weights_are_those_of_a_new_server(shadow: str, tmp_path: Path) -> None:
+    """In the middle of requests; those after it, and after a loss, are a new server's."""
+    other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
+    async with serving(configured(model__path=str(other)), INTERPRETED) as served:
+        expected = [seen(output) for output in await served.run(requests())]
+    async with serving(configured(resilience__shadow=shadow, model__updates="/"), INTERPRETED) as served:
+        running = asyncio.ensure_future(served.run(requests()))
+        await served.until(lambda: any(len(one.output) > 2 for one in served.server.engine._requests))
+        request = control_pb2.UpdateWeightsRequest(path=str(other))
+        assert (await served.client.control.UpdateWeights(request, timeout=WAIT)).version == 1
+        assert [len(output.token_ids) for output in await running] == [NEW] * len(ASKED)
+        assert [seen(output) for output in await served.run(requests())] == expected
+        if shadow == "on":
+            assert poison_experts(other)
+        outputs = await served.lose(1, NEW // 2, requests())
+        assert [seen(output) for output in outputs] == expected

@@ -19,6 +19,7 @@ def perturbed(path: Path, into: Path, seed: int = 1, share: float = 0.5) -> Path
             tensors = {name: opened.get_tensor(name) for name in list(opened.keys())}
         for name, tensor in tensors.items():
             noise = torch.randn(tensor.shape, generator=draw) * tensor.float().std(correction=0) * share
-            tensors[name] = (tensor.float() + noise).to(tensor.dtype)
+            most = torch.finfo(tensor.dtype).max  # codes of FP8 often are the largest one
+            tensors[name] = (tensor.float() + noise).clamp(-most, most).to(tensor.dtype)
         save_file(tensors, file, metadata={"format": "pt"})
     return into
