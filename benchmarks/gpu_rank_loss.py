@@ -2,28 +2,85 @@
 
     python -m benchmarks.gpu_rank_loss --ranks 2 --streams 128 --faults 3
 
-Random weights of a shape, or a checkpoint with --model. Each rank needs a GPU. A gap is the longest time
-between two messages of a stream during one loss; the phases are those of the server's log.
+Random weights of a shape, or a checkpoint with --model, or one of the shape that is written first
+(--written): random weights are made on the GPU and not read. Each rank needs a GPU. A gap is the longest
+time between two messages of a stream during one loss; the phases are those of the server's log.
+
+With --empty-spares no rank holds copies of other ranks' experts, and ranks are lost in turn. So the others
+have to load every expert of a lost rank. With --set resilience.shadow=on they do it from the host shadow.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.load_checkpoint import Pattern, write
 from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults
 from ep_server.cli.chaos.streams import Answer
 from ep_server.client import AsyncClient, Target
+from ep_server.models.families import read_spec
+from ep_server.scheduler.placement import first_placement, slots_lacking, slots_needed
+from ep_server.scheduler.placement_file import placement_values
 
 INTERVAL = 4  # tokens of a message: one client process reads all streams
 SHAPE = "benchmarks/shapes/qwen3-30b-a3b"
 START_SECONDS, CHAOS_SECONDS = 200, 120
-SHOWN = ("recovery: ", "recovered after", "lost", "start again", "expert slots", "they paused", "ERROR")
+SHOWN = (
+    "recovery: ",
+    "recovered after",
+    "lost",
+    "start again",
+    "expert slots",
+    "they paused",
+    "shadow",
+    "weights ",
+    "ERROR",
+)
+
+
+class InTurn(random.Random):
+    """Draws the last rank first, then the one before it."""
+
+    turn = 0
+
+    def sample(self, population: Sequence[Any], k: int, **_: Any) -> list[Any]:  # type: ignore[override]
+        self.turn += 1
+        return [population[-self.turn % len(population)]]
+
+
+def written(folder: Path, asked: argparse.Namespace, seed: int = 0) -> Path:
+    """A checkpoint of the shape that can be served, in the page cache."""
+    began = time.monotonic()
+    folder.mkdir()
+    pattern = Pattern(servable=True, seed=seed)
+    write(folder, asked.shape, asked.written, len(os.sched_getaffinity(0)), pattern)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    print(f"wrote {size / 2**30:.1f} GiB in {time.monotonic() - began:.1f} s", flush=True)
+    return folder
+
+
+def empty_spares(asked: argparse.Namespace, file: Path) -> list[str]:
+    """Settings by which ranks have the slots to lose one of them, without copies in them."""
+    spec = read_spec(asked.model)
+    experts, ranks = spec.router.num_experts, asked.ranks
+    spares = slots_lacking(experts, slots_needed(experts, ranks), ranks)
+    slots = slots_needed(experts, ranks) + spares
+    placement = first_placement(spec.num_layers, experts, slots, range(ranks), ranks)
+    file.write_text(json.dumps(placement_values(placement)))
+    return [f"resilience.spare_slots={spares}", f"resilience.placement={file}"]
 
 
 def serve(asked: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
@@ -39,7 +96,9 @@ def serve(asked: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
     ]
     command += ["--port", str(asked.port)]
     if asked.model == SHAPE:
-        command += ["--load-format", "dummy", "--routing", "uniform"]
+        command += ["--load-format", "dummy"]
+    if asked.model == SHAPE or asked.written is not None:
+        command += ["--routing", "uniform"]
     settings: dict[str, object] = {
         "parallel.device": asked.device,
         "scheduler.max_running": asked.streams,
@@ -66,7 +125,7 @@ def wait_until_served(server: subprocess.Popen[bytes], asked: argparse.Namespace
 
 async def lose_ranks(asked: argparse.Namespace) -> int:
     """Loses a rank under load so many times, each time once all ranks serve. Returns: streams that failed."""
-    draw = random.Random(0)
+    draw = InTurn(0) if asked.empty_spares else random.Random(0)
     async with AsyncClient(Target(f"127.0.0.1:{asked.port}")) as client:
         failed = 0
         for _ in range(asked.faults):
@@ -125,20 +184,48 @@ async def lose_one(client: AsyncClient, asked: argparse.Namespace, draw: random.
     return len(failed) + len(short)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the server and its streams."""
     parser.add_argument("--model", default=SHAPE)
+    parser.add_argument(
+        "--written", type=int, nargs="?", const=0, help="layers of the shape to write, 0 = all of them"
+    )
+    parser.add_argument("--shape", default=Path(SHAPE).name, help="of benchmarks/shapes, to be written")
+    parser.add_argument("--folder", type=Path, help="where it is written; default: /tmp")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--streams", type=int, default=128)
-    parser.add_argument("--faults", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=2048)
     parser.add_argument("--port", type=int, default=50077)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--set", action="append", default=[], help="SECTION.FIELD=VALUE of the server")
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments(parser)
+    parser.add_argument("--faults", type=int, default=3)
+    parser.add_argument("--empty-spares", action="store_true", help="no copies of experts at the start")
     parser.add_argument("--log", type=Path, default=Path("rank_loss.log"))
     asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        if asked.written is not None:
+            asked.model = str(written(Path(folder) / "model", asked))
+        if asked.empty_spares:
+            asked.set += empty_spares(asked, Path(folder) / "placement.json")
+        return measure(asked)
+
+
+def measure(asked: argparse.Namespace) -> int:
     began = time.monotonic()
     server = serve(asked, asked.log)
     try:
@@ -146,11 +233,7 @@ def main() -> int:
         print(f"served after {time.monotonic() - began:.1f} s")
         status = int(asyncio.run(lose_ranks(asked)) > 0)
     finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        stop(server)
     for line in asked.log.read_text(errors="replace").splitlines():
         if any(word in line for word in SHOWN):
             print(line)

@@ -92,18 +92,24 @@ def planned(spec: ModelSpec) -> list[Planned]:
 
 
 class Pattern:
-    """What all tensors are cut out of. Made once, 64 MiB."""
+    """What all tensors are cut out of. Made once, 64 MiB.
 
-    def __init__(self) -> None:
+    servable: bfloat16 values from 2^-6 to 2^-5 of either sign, so that logits stay small.
+    seed: checkpoints of other seeds have other values.
+    """
+
+    def __init__(self, *, servable: bool = False, seed: int = 0) -> None:
         hashed = torch.arange(PATTERN_WORDS) * -7046029254386353131  # 2^64 / golden ratio, odd
         words = (hashed ^ (hashed >> 29)).to(
             torch.int32
         ) & -0x40404041  # 0xBFBFBFBF: neither NaN nor infinite
-        self._bytes = words.view(torch.uint8)
+        if servable:
+            words = words & -0x7F807F81 | 0x3C803C80  # 0x807F807F: sign and fraction; exponent -6
+        self._bytes, self._seed = words.view(torch.uint8), seed
 
     def pieces(self, name: str, nbytes: int) -> Iterator[torch.Tensor]:
         """The bytes of a tensor: views one after the other."""
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self._seed or ''}{name}".encode(), digest_size=8).digest()
         at, left = int.from_bytes(digest, "little") % PATTERN_WORDS * 4, nbytes
         while left:
             piece = self._bytes[at : at + left]
@@ -116,8 +122,11 @@ class Pattern:
         return torch.equal(got.cpu(), torch.cat(list(self.pieces(name, len(got)))))
 
 
-def write(folder: Path, shape: str, layers: int, threads: int) -> ModelSpec:
-    """A checkpoint of benchmarks/shapes/`shape` of so many layers (0 = its own), into an empty folder."""
+def write(folder: Path, shape: str, layers: int, threads: int, pattern: Pattern | None = None) -> ModelSpec:
+    """A checkpoint of benchmarks/shapes/`shape` of so many layers (0 = its own), into an empty folder.
+
+    pattern: of the values; None = any.
+    """
     values = json.loads((SHAPES / shape / "config.json").read_text())
     values["num_hidden_layers"] = layers or values["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(values))
@@ -127,11 +136,11 @@ def write(folder: Path, shape: str, layers: int, threads: int) -> ModelSpec:
     placed = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     jobs = [_begun(folder / name, shard) for name, shard in zip(names, shards, strict=True)]
-    pattern = Pattern()
+    values_of = pattern or Pattern()
 
     def fill(job: tuple[int, int, Planned]) -> None:
         file, at, tensor = job
-        for piece in pattern.pieces(tensor.name, tensor.nbytes):
+        for piece in values_of.pieces(tensor.name, tensor.nbytes):
             _put(file, piece.numpy().data, at)
             at += len(piece)
 

@@ -26,6 +26,9 @@ from ep_server.models.shadow import ShadowLayout
 
 log = logging.getLogger(__name__)
 
+LOCK_BYTES = 64 << 20  # at once, roughly: the driver may delay launches of steps meanwhile
+MEASURED = 3  # samples of a rate, the fastest of which counts: other programs disturb the others
+
 
 class HostCopies(Protocol):
     """Copies between a rank's weights and host memory. Several threads may copy at once."""
@@ -158,7 +161,7 @@ class HostExperts:
         """Locks entries, (layer, entry), for fast copies. Raises: Unavailable."""
         layout = self.layout
         numbers = sorted({layout.number(*one) for one in wanted if layout.sparse[one[0]]} - self._pinned)
-        for run in _runs(numbers):
+        for run in _runs(numbers, max(1, LOCK_BYTES // layout.pitch)):
             begin = layout.tag_bytes + run.start * layout.pitch
             memory = self._memory[begin : begin + len(run) * layout.pitch]
             self.copies.pin(memory)
@@ -203,15 +206,17 @@ class HostTensors:
         weakref.finalize(self, _unlock, copies, self._locked).atexit = False
         if isinstance(copies, PlainCopies):
             return
-        size = sum(_aligned(tensor.nbytes) for tensor in values)
-        memory = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
-        copies.pin(memory)
-        self._locked.append(memory)
-        at = 0
-        for index, tensor in enumerate(values):
-            self.tensors[index] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self.tensors[index].copy_(tensor)
-            at += _aligned(tensor.nbytes)
+        for part in _parts_of(self.tensors):
+            size = sum(_aligned(self.tensors[index].nbytes) for index in part)
+            memory = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
+            at = 0
+            for index in part:
+                tensor = self.tensors[index]
+                room = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                self.tensors[index] = room.copy_(tensor)
+                at += _aligned(tensor.nbytes)
+            copies.pin(memory)
+            self._locked.append(memory)
 
     def copy_rate(self, device: torch.device, sample_bytes: int) -> float:
         """Bytes per second of copies to the device, into memory that is there already; of a sample."""
@@ -220,11 +225,14 @@ class HostTensors:
         into = [torch.zeros_like(tensor, device=device) for tensor in sample]
         self._copies.begin()
         self._copies.finish()
-        began = time.perf_counter()
-        for held, new in zip(into, sample, strict=True):
-            self._copies.upload(held, new)
-        self._copies.finish()
-        return sum(tensor.nbytes for tensor in sample) / (time.perf_counter() - began)
+        seconds = []
+        for _ in range(MEASURED):
+            began = time.perf_counter()
+            for held, new in zip(into, sample, strict=True):
+                self._copies.upload(held, new)
+            self._copies.finish()
+            seconds.append(time.perf_counter() - began)
+        return sum(tensor.nbytes for tensor in sample) / min(seconds)
 
 
 def _unlock(copies: HostCopies, memory: list[torch.Tensor]) -> None:
@@ -239,6 +247,19 @@ def _unlock(copies: HostCopies, memory: list[torch.Tensor]) -> None:
         threading.Thread(target=unlock, name="unlock", daemon=True).start()
 
 
+def _parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Cuts a list into parts of LOCK_BYTES or a little more: the numbers of each."""
+    part, size = list[int](), 0
+    for index, tensor in enumerate(tensors):
+        part.append(index)
+        size += tensor.nbytes
+        if size >= LOCK_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
 def _aligned(size: int) -> int:
     return -(-size // 64) * 64
 
@@ -249,8 +270,9 @@ def _parts(weights: ModelWeights, slot: SlotMove) -> list[torch.Tensor]:
     return slot_parts(ffn.experts, slot.slot)
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Consecutive numbers of an ascending sequence."""
+def _runs(numbers: Sequence[int], most: int) -> Iterator[range]:
+    """Consecutive numbers of an ascending sequence, at most so many."""
     for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
-        yield range(run[0], run[-1] + 1)
+        for first in range(run[0], run[-1] + 1, most):
+            yield range(first, min(first + most, run[-1] + 1))
