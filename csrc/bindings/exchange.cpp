@@ -148,14 +148,15 @@ void sums(Exchange& exchange, const CombineState& state, uintptr_t terms, uintpt
 }
 
 std::shared_ptr<DispatchState> dispatch_send(Exchange& exchange, uintptr_t x, uintptr_t ids,
-                                             uintptr_t weights, uint32_t tokens) {
+                                             uintptr_t weights, uint32_t tokens, bool once_per_host) {
   const uint32_t most = exchange.group().geometry.max_tokens;
   if (tokens > most) throw BadArgument("tokens", std::to_string(tokens), "at most " + std::to_string(most));
   auto state = std::make_shared<DispatchState>();
   run(exchange, [&](Group& g) {
     state->origin = {g.id, g.generation};
-    return cpu::dispatch_send(g, {pointer<void>(x), pointer<int64_t>(ids), pointer<float>(weights), tokens},
-                              *state);
+    const DispatchSendParams params{pointer<void>(x), pointer<int64_t>(ids), pointer<float>(weights), tokens,
+                                    once_per_host};
+    return cpu::dispatch_send(g, params, *state);
   });
   return state;
 }
@@ -285,7 +286,8 @@ void bind_exchange(py::module_& m) {
            }),
            py::kw_only(), arg("fd"), arg("geometry"), arg("rank"), arg("placement"), arg("timeout_ns"),
            arg("liveness_ns"), arg("spin_ns"), arg("mask_on_timeout"))
-      .def("dispatch_send", &dispatch_send, arg("x"), arg("ids"), arg("weights"), arg("tokens"))
+      .def("dispatch_send", &dispatch_send, arg("x"), arg("ids"), arg("weights"), arg("tokens"),
+           arg("once_per_host") = false)
       .def("dispatch_wait", &dispatch_wait, arg("state"))
       .def("dispatch_expand", &dispatch_expand, arg("state"), arg("view"), arg("rows"), arg("scales"),
            arg("row_ids"), arg("counts"), arg("offsets"))

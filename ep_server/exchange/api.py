@@ -285,6 +285,15 @@ class Exchange(Protocol):
         """This exchange, if it runs both halves of an operation in one kernel; else None."""
         ...
 
+    @property
+    def normal(self) -> Exchange | None:
+        """The same ranks' exchange for many rows at once, with the same results; None if there is none.
+
+        It shares all but its operations with this one, and is closed with it. Operations of both may follow
+        one another on all ranks alike, but none may be in flight when one of the other kind starts.
+        """
+        ...
+
     def dispatch_send(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> PendingDispatch:

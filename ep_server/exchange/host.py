@@ -128,21 +128,25 @@ class HostExchange:
         group: owned by the exchange from now on.
         region: uint8, dispatched rows of all banks; where the ranks of a host share rows, from the first
           rank's to the last one's. None = on the host, where csrc has it.
+        once_per_host: a row is written once for all ranks of a host, which read it in the sender's memory.
     """
 
     fused = None
 
-    def __init__(self, group: HostGroup, region: torch.Tensor | None = None) -> None:
-        self.group, self.spec = group, group.spec
+    def __init__(
+        self, group: HostGroup, region: torch.Tensor | None = None, *, once_per_host: bool = False
+    ) -> None:
+        self.group, self.spec, self._once = group, group.spec, once_per_host
         self.shapes, self.layout = Shapes(self.spec), _C.Layout(geometry_of(self.spec))
         self.membership, self.all_gather, self.barrier = group, group.all_gather, group.barrier
         self.statistics = group.statistics
         if region is None:
             region = torch.frombuffer(memoryview(group.native.rows_region()), dtype=torch.uint8)
         self._banks = [self._bank(region, bank) for bank in range(self.spec.num_banks)]
+        self._normal: HostExchange | None = None
         self.capabilities = Capabilities(
             payloads=frozenset(Payload),
-            views=frozenset(View),
+            views=frozenset(View) - {View.INDEX} if once_per_host else frozenset(View),
             cheapest_view=View.COMPACT,
             graph_safe=False,
             micro_batches=self.spec.num_banks,
@@ -150,6 +154,13 @@ class HostExchange:
             fills=True,
             wires=WIRES,
         )
+
+    @property
+    def normal(self) -> HostExchange | None:
+        """As the Protocol says."""
+        if self._normal is None and not self._once and self.spec.num_ranks > 1:
+            self._normal = HostExchange(self.group, once_per_host=True)
+        return self._normal
 
     def dispatch_send(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
@@ -163,10 +174,14 @@ class HostExchange:
     ) -> PendingDispatch:
         """dispatch_send of checked tensors. x: address of the rows; 0 = in this rank's region already."""
         weights = 0 if topk_weights is None else topk_weights.data_ptr()
-        state = self.group.native.dispatch_send(x, topk_ids.data_ptr(), weights, topk_ids.shape[0])
+        ids, tokens = topk_ids.data_ptr(), topk_ids.shape[0]
+        state = self.group.native.dispatch_send(x, ids, weights, tokens, self._once)
         handle: HostHandle = Handle(self, state.tokens, topk_weights is not None, state)
 
         def receive(view: View, options: RecvOptions) -> Received:
+            if view not in self.capabilities.views:
+                allowed = "one of " + ", ".join(sorted(self.capabilities.views))
+                raise InvalidArgument("view", str(view), allowed)
             if options:
                 self.shapes.check_recv(view, options)
             self.group.native.dispatch_wait(state)

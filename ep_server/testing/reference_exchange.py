@@ -83,7 +83,7 @@ class ReferenceExchange:
         self._dispatches: deque[PendingDispatch] = deque(maxlen=spec.num_banks)
         self._combines: deque[PendingCombine] = deque(maxlen=spec.num_banks)
         self.empty_padded = self.shapes.padded
-        self.membership = self.fused = None
+        self.membership = self.fused = self.normal = None
         self.capabilities = Capabilities(
             payloads=frozenset(Payload),
             views=frozenset(View),

@@ -14,7 +14,8 @@
 namespace ep {
 
 // The payload of a dispatch header: number of tokens, gateway, and whether there are weights. The gateway is
-// the rank of this host whose region holds the rows, if the source is on another host.
+// the rank of this host whose region holds the rows: if the source is on this host too, the reader or the
+// source itself.
 constexpr uint32_t kHasWeights = 1u << 31, kGatewayShift = 25, kTokensMask = (1u << kGatewayShift) - 1;
 constexpr uint32_t gateway_of(uint32_t payload) { return payload >> kGatewayShift & (kMaxRanks - 1); }
 
@@ -91,6 +92,7 @@ struct DispatchSendParams {
   const int64_t* ids;    // [T, K]
   const float* weights;  // [T, K] or null
   uint32_t tokens;
+  bool once_per_host;  // ranks of this host read the rows in the region of this rank
 };
 
 struct ExpandParams {

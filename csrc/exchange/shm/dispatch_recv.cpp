@@ -6,7 +6,8 @@
 //   PADDED  the same at [expert, entry.row - offsets[expert]]
 //   INDEX   row_ids[entry.row] = source * max_tokens + token, no copy
 // Cost: one row read per received row, one written per entry (INDEX: none). Rows from another host are read
-// where the source wrote them, in the region of one rank of this host. Row ids count from the first of these
+// where the source wrote them, in the region of one rank of this host. So are rows that a source of this host
+// has written once for all ranks here, in its own region. Row ids count from the first of these
 // regions.
 #include <algorithm>
 #include <cstring>
@@ -20,9 +21,13 @@ namespace {
 
 // Records whose region holds the rows of a source. Returns false if this rank may not read that region.
 bool find_rows(Group& group, DispatchState& state, uint32_t source, uint32_t payload) {
-  state.gateways[source] = uint8_t(group.rank);
-  if (!group.is_remote(source)) return true;
   const uint32_t gateway = gateway_of(payload);
+  state.gateways[source] = uint8_t(group.rank);
+  if (!group.is_remote(source)) {
+    if (gateway != group.rank && gateway != source) return false;
+    state.gateways[source] = uint8_t(gateway);
+    return true;
+  }
   if (!(group.readable >> gateway & 1)) return false;
   state.gateways[source] = group.gateways[source] = uint8_t(gateway);
   return true;

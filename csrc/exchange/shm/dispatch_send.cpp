@@ -3,10 +3,11 @@
 // Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
 //   d.rows[bank][s][t] = x[t] (quantised for FP8), d.meta[bank][s] = ids and weights of all tokens of s,
 //   d.header[bank][s] = (epoch, T), stored last with release.
-// Only one rank of another host gets rows and meta, for all ranks there. Each rank gets its own header. Host
-// obligations: none. x, ids and weights may be overwritten at once. If rows are on a device, the rows of this
-// bank are already in d = s, and are sent to the other ranks from there.
-// Cost: one read of x, one row written per (token, rank), T * K * 8 bytes of routing per rank.
+// Only one rank of another host gets rows and meta, for all ranks there. Each rank gets its own header. With
+// `once_per_host`, rows and meta for all ranks of this host are in d = s instead. Host obligations: none.
+// x, ids and weights may be overwritten at once. If rows are on a device, the rows of this bank are already in
+// d = s, and are sent to the other ranks from there.
+// Cost: one read of x, one row written per (token, rank), T * K * 8 bytes of routing per rank; or per host.
 #include <bit>
 #include <cstring>
 #include <string>
@@ -84,12 +85,17 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   banks.start(state.bank);
   const uint64_t peers = state.sent_to = group.unmasked();
   const uint64_t targets = group.targets(peers, peers);
+  const bool once = params.once_per_host && !group.rows_on_device;
+  const uint64_t mine = 1ull << group.rank;
+  const auto holders = [&](uint64_t ranks) {
+    return once && (ranks & ~group.remote) != 0 ? (ranks & group.remote) | mine : ranks;
+  };
 
   // 3. Write the routing of all tokens to all ranks, and each row to the ranks that own one of its experts.
   // On other hosts, write to one rank per host.
   const uint64_t id_bytes = state.ids.size() * sizeof(int32_t);
   uint64_t remote = 0, local = 0;
-  for_each_peer(targets, group.rank, layout.num_ranks, [&](uint32_t peer) {
+  for_each_peer(holders(targets), group.rank, layout.num_ranks, [&](uint32_t peer) {
     std::byte* region = group.regions[peer];
     const uint32_t place = group.places[peer];
     if (id_bytes != 0) std::memcpy(region + layout.ids_at(state.bank, place), state.ids.data(), id_bytes);
@@ -102,7 +108,7 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
     if (t == params.tokens / 2) group.faults.at(Op::kDispatch, Phase::kSendRows, state.epoch);
     const uint64_t owners = group.owners(state.ids.data() + size_t(t) * top_k) & peers;
     if (owners == 0) continue;
-    const uint64_t ranks = group.targets(owners, peers);
+    const uint64_t ranks = holders(group.targets(owners, peers));
     if (!group.rows_on_device) write_row(group, params, state.bank, t, ranks);
     for (uint64_t far = ranks & group.remote; far != 0; far &= far - 1) runs.add(std::countr_zero(far), t);
     const uint64_t own = ranks >> group.rank & 1, bytes = layout.row_bytes + layout.scale_bytes;
@@ -116,7 +122,8 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   for_each_peer(targets, group.rank, layout.num_ranks, [&](uint32_t peer) {
     runs.flush(peer);
     const uint64_t readers = group.is_remote(peer) ? group.mates[peer] & peers : 1ull << peer;
-    publish_header(group, Op::kDispatch, state.epoch, peer, payload, readers);
+    const uint32_t holder = group.is_remote(peer) ? 0 : once ? group.rank : peer;  // remote: added there
+    publish_header(group, Op::kDispatch, state.epoch, peer, payload | holder << kGatewayShift, readers);
   });
 
   state.send_ns = now_ns() - start;

@@ -66,7 +66,7 @@ class FabricDeviceExchange:
     Raises: ConfigError; StartupError where the device is missing.
     """
 
-    fused = None
+    fused = normal = None
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ class HierarchicalExchange:
     Raises: ConfigError.
     """
 
-    fused = None
+    fused = normal = None
 
     def __init__(
         self, intra: Exchange, inter: FabricDeviceExchange, hosts: tuple[int, ...], *, validate: bool = False

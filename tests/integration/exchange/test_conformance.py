@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ep_server.compat.deep_ep.bootstrap import from_process_group
-from ep_server.errors import ConfigError
+from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.exchange.api import (
     Exchange,
     ExchangeSpec,
@@ -21,16 +21,26 @@ from ep_server.exchange.api import (
     PendingCombine,
     PendingDispatch,
     Received,
+    Reduction,
     View,
 )
 from ep_server.testing.reference_exchange import ReferenceExchange
-from tests.support.exchange.conformance import Factory, run_cases, run_pair, run_side_by_side
+from tests.support.exchange.conformance import (
+    PAYLOAD_SHAPES,
+    Factory,
+    Operation,
+    run_cases,
+    run_pair,
+    run_side_by_side,
+)
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.sequences import run_sequences
 from tests.support.exchange.single import make_single
 from tests.support.fabric.suites import failures
 
 IMPLEMENTATIONS = ("reference", "native")
+INDEX = f"-{View.INDEX.value}"
+SHAPE = PAYLOAD_SHAPES[Payload.FP32]
 RANKS = (1, 2, 4)
 
 
@@ -42,6 +52,16 @@ def _factory(implementation: str) -> Factory:
 
 def _native(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
     return from_process_group(group, spec)
+
+
+def normal(exchange: Exchange) -> Exchange:
+    """Its exchange of many rows."""
+    assert exchange.normal is not None
+    return exchange.normal
+
+
+def _normal(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
+    return normal(_native(spec, group))
 
 
 def _reference(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
@@ -58,6 +78,47 @@ def _run_rank(group: dist.ProcessGroup, implementation: str) -> dict[str, str]:
 def test_every_case_and_sequence(implementation: str, num_ranks: int) -> None:
     found = failures(run_group(_run_rank, num_ranks, args=(implementation,)))
     assert not found, found
+
+
+def _run_normal(group: dist.ProcessGroup) -> dict[str, str]:
+    return run_cases(group, _normal) | run_sequences(group, _normal)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_exchange_of_many_rows(num_ranks: int) -> None:
+    found = failures(run_group(_run_normal, num_ranks), without=INDEX)
+    assert not found, found
+
+
+def _take_turns(group: dist.ProcessGroup) -> None:
+    for reduction in Reduction:
+        few = _native(SHAPE.spec(group.rank(), 2, Payload.FP32, reduction), group)
+        many = normal(few)
+        for seed, routing in enumerate(("uniform", "all_to_one", "nobody", "max_tokens", "dropped")):
+            for exchange in (few, many, many, few):
+                run_pair(exchange, routing, seed, View.COMPACT)
+        a, b = Operation(many, "uniform", 1, View.COMPACT), Operation(many, "zipf", 2, View.PADDED)
+        a.receive().answer().finish()
+        b.receive().answer().finish()
+        mine = a.inputs[group.rank()]
+        received = few.dispatch_send(mine.x, mine.ids, mine.weights).recv()
+        with pytest.raises(InvalidArgument, match="handle"):
+            many.combine_send(received.rows.clone(), received)
+        few.close()
+
+
+def test_operations_of_few_and_many_rows_take_turns() -> None:
+    run_group(_take_turns, 2)
+
+
+def _a_rank_alone(group: dist.ProcessGroup) -> None:
+    exchange = _native(SHAPE.spec(0, 1, Payload.FP32, Reduction.RANK), group)
+    assert exchange.normal is None
+    exchange.close()
+
+
+def test_a_rank_without_peers_has_no_exchange_of_many_rows() -> None:
+    run_group(_a_rank_alone, 1)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

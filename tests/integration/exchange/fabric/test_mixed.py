@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange.api import ExchangeSpec, View
+from ep_server.exchange.api import Exchange, ExchangeSpec, View
 from ep_server.exchange.fabric.link import FabricLink
 from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.host import HostExchange, open_shm
@@ -30,7 +30,7 @@ from tests.support.exchange.ranks import Peer, Ranks, run_ranks
 from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric.fabric_ends import loopback, needs
 from tests.support.fabric.mixed_ends import from_process_group, mixed_ends
-from tests.support.fabric.suites import on_one_host
+from tests.support.fabric.suites import failures, on_one_host
 
 TWO_BY_TWO, ONE_AND_THREE, SCATTERED = (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1)
 
@@ -39,6 +39,32 @@ def whole_suite(group: dist.ProcessGroup, library: str, hosts: tuple[int, ...], 
     options = loopback(library, disorder=seed, strict_memory=seed != 0)
     factory = partial(from_process_group, options, hosts)
     return run_cases(group, factory) | run_sequences(group, factory)
+
+
+def normal_suite(group: dist.ProcessGroup, hosts: tuple[int, ...], seed: int) -> dict[str, str]:
+    options = loopback("system", disorder=seed, strict_memory=seed != 0)
+
+    def factory(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
+        normal = from_process_group(options, hosts, spec, group).normal
+        assert normal is not None
+        return normal
+
+    return run_cases(group, factory) | run_sequences(group, factory)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "seed"),
+    [
+        pytest.param(TWO_BY_TWO, 0, id="two_by_two"),
+        pytest.param(SCATTERED, 5, marks=pytest.mark.slow, id="scattered"),
+    ],
+)
+def test_many_rows(hosts: tuple[int, ...], seed: int) -> None:
+    """Rows lie once on the host of their source, and once on each other host."""
+    needs("system")
+    by_rank = run_group(normal_suite, len(hosts), args=(hosts, seed), timeout=200)
+    found = failures(by_rank, without=f"-{View.INDEX.value}")
+    assert not found, found
 
 
 @pytest.mark.parametrize(
