@@ -111,6 +111,12 @@ class ExchangeConfig:
         "at the token's rank.",
         choices=("rank", "source"),
     )
+    mode: str = option(
+        "auto",
+        "How steps use the exchange. normal: as for many rows at once. auto: so from the number of tokens on "
+        "from which that was faster when the ranks started.",
+        choices=("auto", "low_latency", "normal"),
+    )
     num_banks: int = option(
         4, "Receive banks, a power of two: how many dispatches may be in flight.", low=2, high=16
     )

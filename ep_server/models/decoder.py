@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ep_server.errors import InternalError
 from ep_server.exchange.api import Exchange
 from ep_server.models.attention import AttentionInput, gqa, mla, rotation_table
 from ep_server.models.batch import MicroBatch
@@ -54,21 +55,32 @@ class Decoder:
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, params.compute.device)
         self._uniform = params.uniform
-        self._moe = [
-            MoeContext(index, params.spec.router, params.exchange, clock, row, params.uniform, params.slots)
+        self._moe = self._contexts(params, params.exchange)
+        many = params.exchange.normal
+        self._moe_normal = None if many is None else self._contexts(params, many)
+
+    def _contexts(self, params: DecoderParams, exchange: Exchange) -> list[MoeContext]:
+        """One per layer."""
+        router, clock = params.spec.router, self._clock
+        return [
+            MoeContext(index, router, exchange, clock, row, params.uniform, params.slots)
             for index, row in enumerate(self.experts.rows)
         ]
 
-    def forward(self, batch: MicroBatch) -> Forward:
+    def forward(self, batch: MicroBatch, *, normal: bool = False) -> Forward:
         """Runs all layers. Returns float32 logits [number of sampled rows, V].
 
+        normal: with the exchange of many rows. Raises InternalError if there is none.
         Yields twice per sparse layer, also with no tokens: the exchange is collective.
         """
         eps, norm = self._spec.norm_eps, self._compute.rms_norm
         at = self._attention_input(batch)
         tokens = self._identities(batch)
         x = F.embedding(batch.token_ids, self._weights.embedding)
-        layers = zip(self._weights.layers, self._kv.layers, self._moe, strict=True)
+        moes = self._moe_normal if normal else self._moe
+        if moes is None:
+            raise InternalError("this rank has no exchange of many rows")
+        layers = zip(self._weights.layers, self._kv.layers, moes, strict=True)
         for index, (layer, kv, context) in enumerate(layers):
             if len(x):
                 x = x + self._attention(norm(x, layer.attention_norm, eps), layer, kv, at)

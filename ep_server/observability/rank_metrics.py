@@ -102,6 +102,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "idle_steps": ("idle_steps", "Steps that this rank took part in without a token of its own."),
     "padded_tokens": ("padded_tokens", "Rows without a token, to fill captured steps. 0 on CPU ranks."),
     "overlap_steps": ("overlap_steps", "Steps run as two micro-batches."),
+    "normal_steps": ("normal_steps", "Steps that used the exchange of many rows (exchange.mode)."),
     "graph_steps": ("graph_steps", "Steps replayed from a captured graph."),
     "kernels_compiled": ("kernels_compiled", "Kernels compiled during traffic, each while a step waited."),
     "kv_saved_bytes": ("kv_host_saved_bytes", "Bytes of KV blocks copied to the host tier."),
@@ -335,6 +336,14 @@ class RankCollector(Collector):
             "How much longer the earliest rank waits in the vote than the latest, per step, last interval.",
             value=skew,
         )
+        begin = GaugeMetricFamily(
+            f"{self._prefix}normal_from_tokens",
+            "Tokens of a rank from which steps use the exchange of many rows, as measured; 0: never.",
+            labels=["rank"],
+        )
+        for interval in intervals:
+            begin.add_metric([str(interval.now.rank)], interval.now.counters.get("normal_from", 0))
+        yield begin
         overlap = GaugeMetricFamily(
             f"{self._prefix}overlap_ratio",
             "Share of the time of dispatch and combine in which the rank did not wait, last interval.",

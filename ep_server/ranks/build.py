@@ -36,6 +36,7 @@ from ep_server.ranks.experts import RankExperts, first_served
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.handoff.desk import HandoffDesk
 from ep_server.ranks.messages import placement_of
+from ep_server.ranks.modes import ExchangeModes
 from ep_server.ranks.new_weights import WeightsInPlace
 from ep_server.ranks.overlap import Overlap
 from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
@@ -79,6 +80,7 @@ class RankParts:
     scheduler: RankScheduler
     ready: RankReady
     overlap: Overlap
+    modes: ExchangeModes
     masks: GrammarMasks
     profiler: StepProfiler
     new_weights: Callable[[str, int], Change]
@@ -158,6 +160,7 @@ def build_rank(
         scheduler,
         ready,
         device.overlap(),
+        device.modes(),
         masks,
         StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
         WeightsInPlace(model, params, scheduler, built.runner, experts, shadow).change,

@@ -6,6 +6,7 @@ host memory or, if configured, from GPU memory. A GPU runs one step ahead of the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,15 @@ from ep_server.backends.kv_rows import CpuRows
 from ep_server.backends.masks import Masks
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
-from ep_server.errors import StartupError
-from ep_server.exchange.api import Exchange, ExchangeSpec
+from ep_server.errors import ConfigError, StartupError
+from ep_server.exchange.api import Exchange, ExchangeSpec, Payload
 from ep_server.exchange.factory import needs_cuda_build
 from ep_server.models.compute import Compute
 from ep_server.models.families import read_spec
 from ep_server.models.sizes import context_limit
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import host_blocks, local_ranks, topology_of, useful_blocks, weight_bytes
+from ep_server.ranks.modes import ALWAYS, NEVER, ExchangeModes, TimePair, measure
 from ep_server.ranks.overlap import FixedOverlap, MeasuredOverlap, Overlap
 from ep_server.ranks.parts import Built, Device, Progress
 from ep_server.v1 import rank_pb2 as pb
@@ -45,10 +47,13 @@ class CpuDevice:
         self.ahead, self.warms_alone = 0, False
         self.compute: Compute = NativeCompute(start.threads)
         self._start, self._config = start, config
+        self._exchange: Exchange | None = None
+        self._modes: ExchangeModes | None = None
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Exchange:
         """As Device.open."""
-        return open_exchange(self._start, self._config, spec, opening)
+        self._exchange = open_exchange(self._start, self._config, spec, opening)
+        return self._exchange
 
     def build(self, model: RankModel, exchange: Exchange, masks: Masks) -> Built:
         """As Device.build."""
@@ -62,7 +67,15 @@ class CpuDevice:
         return Built(runner, blocks, exchange.capabilities.memory_bytes, rows, copier=copier)
 
     def prepare(self, progress: Progress) -> None:
-        """Does nothing: all code is warm."""
+        """Measures how steps should use the exchange."""
+        assert self._exchange is not None
+        timed = TimedPairs(self._exchange)
+        self._modes = modes_of(self._config, self._start, self._exchange, timed.run)
+
+    def modes(self) -> ExchangeModes:
+        """As Device.modes. A rank that joined others has not measured."""
+        assert self._exchange is not None
+        return self._modes or modes_of(self._config, self._start, self._exchange, None)
 
     def overlap(self) -> Overlap:
         """Decides by the times of steps of any size."""
@@ -77,6 +90,7 @@ class CudaDevice:
         self._start, self._config = start, config
         self.device = self._own(start.rank - local_ranks(config).start)
         self.compute: Compute = TorchCompute(self.device)
+        self._modes: ExchangeModes | None = None
         self._built: tuple[GpuRunner, str] | None = None  # and the options that decide what its steps need
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Exchange:
@@ -146,6 +160,10 @@ class CudaDevice:
         """Decides by the times of captured steps. Other steps are split only if configured."""
         return overlap_of(self._config, self._start.num_ranks, self.runner.graphs.overlapped)
 
+    def modes(self) -> ExchangeModes:
+        """As Device.modes."""
+        return self._modes or ExchangeModes()
+
     def _own(self, local: int) -> torch.device:
         from ep_server.backends.gpu.capability import gpus_found
 
@@ -176,14 +194,68 @@ def overlap_of(config: Config, ranks: int, graphs: Iterable[int] | None = None) 
     return MeasuredOverlap(graphs) if mode == "auto" else FixedOverlap(mode == "on")
 
 
+def modes_of(
+    config: Config, start: pb.Start, exchange: Exchange, time_pair: TimePair | None
+) -> ExchangeModes:
+    """As configured or measured. time_pair: see measure(); None for a rank that cannot measure.
+
+    Collective. Raises: ConfigError.
+    """
+    mode, ranks = config.exchange.mode, exchange.spec.num_ranks
+    if exchange.normal is None and mode == "normal" and ranks > 1:
+        allowed = "auto or low_latency: this exchange has no operations for many rows"
+        raise ConfigError("exchange.mode", mode, allowed)
+    if exchange.normal is None or mode == "low_latency":
+        return ExchangeModes(NEVER)
+    if mode == "normal":
+        return ExchangeModes(ALWAYS)
+    if start.joins or time_pair is None:
+        return ExchangeModes(0)
+    return ExchangeModes(measure(time_pair, exchange.all_gather, exchange.spec.max_tokens))
+
+
+class TimedPairs:
+    """Times a dispatch and its combine on CPU tensors; experts are drawn uniformly and return their rows."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, spec = exchange, exchange.spec
+        dtype = torch.float32 if spec.payload is Payload.FP32 else torch.bfloat16
+        generator = torch.Generator(device="cpu").manual_seed(spec.rank)
+        drawn = torch.rand(spec.max_tokens, spec.num_experts, generator=generator, device="cpu")
+        self._ids = drawn.topk(spec.top_k, dim=1).indices
+        self._weights = torch.ones(self._ids.shape, dtype=torch.float32, device="cpu")
+        self._x = torch.zeros(spec.max_tokens, spec.hidden, dtype=dtype, device="cpu")
+
+    def run(self, normal: bool, tokens: int) -> int:
+        """See TimePair."""
+        exchange = self._exchange.normal if normal else self._exchange
+        assert exchange is not None
+        began = time.perf_counter_ns()
+        sent = exchange.dispatch_send(self._x[:tokens], self._ids[:tokens], self._weights[:tokens])
+        received = sent.recv()
+        rows = received.rows
+        outputs = rows if rows.dtype == self._x.dtype else torch.zeros_like(rows, dtype=self._x.dtype)
+        exchange.combine_send(outputs, received).recv()
+        return time.perf_counter_ns() - began
+
+
 def rows_of(exchange: Exchange) -> RowsOfSteps:
     """How rows reach a GPU: not at all for a single rank, else as the exchange supports it."""
-    from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, PlainRows, RowsOfSteps, SideRows
+    from ep_server.backends.gpu.moe.rows import (
+        FusedRows,
+        LocalRows,
+        ManyRows,
+        NoRows,
+        PlainRows,
+        RowsOfSteps,
+        SideRows,
+    )
 
     if exchange.spec.local_only:
         local = LocalRows()
         return RowsOfSteps(local, local)
     if (fused := exchange.fused) is not None:
-        return RowsOfSteps(FusedRows(fused), SideRows(fused, OVERLAP_SMS), exchange.check)
+        many = NoRows() if exchange.normal is None else ManyRows(exchange.normal)
+        return RowsOfSteps(FusedRows(fused), SideRows(fused, OVERLAP_SMS), exchange.check, many)
     rows = PlainRows(exchange, exchange.capabilities.cheapest_view)
     return RowsOfSteps(rows, rows, exchange.check)

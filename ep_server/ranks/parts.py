@@ -17,6 +17,7 @@ from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.compute import Compute
 from ep_server.models.slots import Held, Routes
 from ep_server.ranks.exchanges import Opening
+from ep_server.ranks.modes import ExchangeModes
 from ep_server.ranks.overlap import Overlap
 from ep_server.records import PromptLogprobs, Request, SampledToken, StepBatch
 
@@ -46,8 +47,8 @@ class Runner(Protocol[Step]):
         """How many micro-batches a step really runs as, if the ranks agreed on so many."""
         ...
 
-    def launch(self, batch: StepBatch, micro_batches: int, bucket: int) -> Step:
-        """Starts a step. Collective."""
+    def launch(self, batch: StepBatch, micro_batches: int, bucket: int, normal: bool) -> Step:
+        """Starts a step. Collective. normal: with the exchange of many rows."""
         ...
 
     def complete(self, launched: Step) -> Sequence[int]:
@@ -145,7 +146,11 @@ class Device(Protocol):
         ...
 
     def prepare(self, progress: Progress) -> None:
-        """Captures graphs for the runner of build(), after its first steps have run. Collective."""
+        """Measures and captures graphs for the runner of build(), after its first steps. Collective."""
+        ...
+
+    def modes(self) -> ExchangeModes:
+        """Which steps use the exchange of many rows; as measured, after prepare()."""
         ...
 
     def overlap(self) -> Overlap:

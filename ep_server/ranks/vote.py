@@ -19,9 +19,9 @@ from ep_server.scheduler.prompt_budget import RanStep
 
 RECORD_BYTES = 64
 
-# magic, flags, step, generation, last work, tokens, bucket, prepared, prompts, streams; the rest is reserved
-# and zero.
-_RECORD = struct.Struct("<4sIQQQIIQII8x")
+# magic, flags, step, generation, last work, tokens, bucket, prepared, prompts, streams, normal from; the rest
+# is reserved and zero.
+_RECORD = struct.Struct("<4sIQQQIIQIII4x")
 _MAGIC = b"epV1"
 _HAS_WORK, _MICRO_BATCH_OK, _GRAPH_OK, _STOP = 1, 2, 4, 8
 assert _RECORD.size == RECORD_BYTES
@@ -37,6 +37,8 @@ class Vote:
     micro_batch_ok, graph_ok: it can run two micro-batches, a captured graph; an idle rank always can.
     stop: it received the order to shut down. prepared: the change that it could switch to now, 0 = none.
     prompts: those of its tokens that are of prompts. streams: its sequences that prompts should not hold up.
+    normal_from: tokens of the largest rank from which a step should use the exchange of many rows; 0 = it
+      does not know.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Vote:
     prepared: int = 0
     prompts: int = 0
     streams: int = 0
+    normal_from: int = 0
 
     def pack(self) -> bytes:
         """The 64-byte record. Raises InternalError for a number the record cannot carry."""
@@ -72,6 +75,7 @@ class Vote:
                 self.prepared,
                 self.prompts,
                 self.streams,
+                self.normal_from,
             )
         except struct.error as error:
             raise InternalError(f"{self} does not fit its record: {error}") from error
@@ -82,7 +86,7 @@ class Vote:
         if len(record) != RECORD_BYTES or record[:4] != _MAGIC:
             raise InternalError(f"not a vote: {len(record)} bytes starting with {record[:4]!r}")
         _, flags, step, generation, last_work, *counts = _RECORD.unpack(record)
-        tokens, bucket, prepared, prompts, streams = counts
+        tokens, bucket, prepared, prompts, streams, normal_from = counts
         return Vote(
             step,
             generation,
@@ -96,6 +100,7 @@ class Vote:
             prepared=prepared,
             prompts=prompts,
             streams=streams,
+            normal_from=normal_from,
         )
 
 
@@ -106,6 +111,7 @@ class Verdict:
     micro_batches: 1 or 2. graph: a captured graph of size `bucket` is run. tokens: of each live rank.
     change: that all switch to before this step, 0 = none.
     singles, prompts: of the rank with most tokens of that kind. streams: of all ranks.
+    normal_from: see normal(); 0 = no rank knows.
     """
 
     step: int
@@ -120,6 +126,11 @@ class Verdict:
     singles: int = 0
     prompts: int = 0
     streams: int = 0
+    normal_from: int = 0
+
+    def normal(self, bucket: int, micro_batches: int) -> bool:
+        """Whether the step uses the exchange of many rows. bucket: see ran(). micro_batches: it runs as."""
+        return 0 < self.normal_from <= -(-(bucket or max(self.tokens)) // micro_batches)
 
     def ran(self, ns: int, bucket: int) -> RanStep:
         """The step, for the scheduler. bucket: rows that a captured step was padded to; 0 = not captured."""
@@ -160,6 +171,7 @@ def tally(votes: Sequence[Vote]) -> Verdict:
         singles=max(vote.tokens - vote.prompts for vote in votes),
         prompts=max(vote.prompts for vote in votes),
         streams=sum(vote.streams for vote in votes),
+        normal_from=max(vote.normal_from for vote in votes),
     )
 
 
@@ -198,6 +210,7 @@ class Voter:
         prepared: int = 0,
         prompts: int = 0,
         streams: int = 0,
+        normal_from: int = 0,
     ) -> bytes:
         """This rank's record for its current step; arguments as the fields of Vote."""
         self._streams = streams
@@ -214,6 +227,7 @@ class Voter:
             prepared=prepared,
             prompts=prompts,
             streams=streams,
+            normal_from=normal_from,
         ).pack()
 
     def decide(self, records: Sequence[bytes]) -> Verdict:

@@ -65,9 +65,8 @@ class RankWorker:
         self._exchange, self._runner, self._scheduler = parts.exchange, parts.runner, parts.scheduler
         self._masks, self._copier, self._handoff = parts.masks, parts.copier, parts.handoff
         self._held: set[int] = set()  # requests whose mask was late
-        self._channel = channel
-        self._clock, self._voter = clock, Voter()
-        self._overlap, self._profiler = parts.overlap, parts.profiler
+        self._channel, self._clock, self._voter = channel, clock, Voter()
+        self._overlap, self._modes, self._profiler = parts.overlap, parts.modes, parts.profiler
         limits = parts.scheduler.limits
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
@@ -193,7 +192,8 @@ class RankWorker:
             self._meter.began(batch, planned)
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
-            launched = self._runner.launch(batch, count, bucket)
+            normal = self._modes.chosen(verdict, bucket, count)
+            launched = self._runner.launch(batch, count, bucket, normal)
             began = start, planned, voted
             self._launched.append(LaunchedStep(batch, verdict, launched, bucket, count, began))
         while self._launched and (len(self._launched) > self._scheduler.limits.ahead or not run):
@@ -283,6 +283,7 @@ class RankWorker:
             prepared=self._changes.offered,
             prompts=prompt_tokens(batch),
             streams=self._scheduler.streams,
+            normal_from=self._modes.known,
         )
         return self._voter.decide(self._exchange.all_gather(record))
 
@@ -390,7 +391,7 @@ class RankWorker:
 
     def _report(self) -> None:
         self._reported = self._clock()
-        counters = self._copier.counters() | self._handoff.counters()
+        counters = self._copier.counters() | self._handoff.counters() | self._modes.counters()
         parts = self._exchange.statistics(), self._runner.statistics(), counters
         measured = self._meter.gather(self._scheduler.load(), *parts)
         self._send(statistics_message(measured))

@@ -108,18 +108,19 @@ class ModelRunner:
         """launch() and collect() in one."""
         return self.collect(self.launch(batch, micro_batches))
 
-    def launch(self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0) -> _Ran:
+    def launch(self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0, normal: bool = False) -> _Ran:
         """Runs one step to its end. Collective: every rank calls it, also with an empty batch.
 
         Args:
             micro_batches: 1 or more; the same on every rank. bucket: 0, see bucket_of().
+            normal: with the exchange of many rows, which there is.
         Raises: ExchangeError if a peer fails.
         """
         self._clock.start()
         params = self._params
         params.kv_cache.progress.begin(micro_batches)
         parts = split(batch, micro_batches, params.kv_cache.block_size, params.compute.device)
-        logits = interleave([self._decoder.forward(part) for part in parts])
+        logits = interleave([self._decoder.forward(part, normal=normal) for part in parts])
         numbers = [number for part in parts for number in part.sampled]
         tokens = self._sample(numbers, torch.cat(logits)) if numbers else []
         self._clock.lap(Phase.SAMPLE)

@@ -6,7 +6,7 @@ On a device without graphs, a replay runs the work again on the same tensors.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,15 +21,19 @@ WARM_UPS = 2  # runs before a capture, in which libraries choose their kernels
 class GraphKey(NamedTuple):
     """bucket: rows that a step is padded to; if more than the sequences at once, it includes prompt chunks.
 
-    timed: whether there are stamps between its phases.
+    timed: whether there are stamps between its phases. normal: with the exchange of many rows.
     """
 
     bucket: int
     micro_batches: int = 1
     timed: bool = False
+    normal: bool = False
 
 
 Work = Callable[[GraphKey], torch.Tensor]
+Modes = Callable[
+    [int], Sequence[bool]
+]  # rows -> whether such steps use the exchange of many rows; maybe both
 
 
 class Graphs:
@@ -47,6 +51,14 @@ class Graphs:
         self._left: dict[GraphKey, torch.Tensor] = {}
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
+    def record_modes(self, possible: Modes) -> None:
+        """Replaces each key of one micro-batch by those of the ways it may run. Call it before capture()."""
+        divided = [key for key in self._keys if key.micro_batches > 1]
+        others = [key for key in self._keys if key.micro_batches == 1]
+        self.record_only(
+            [*divided, *(key._replace(normal=way) for key in others for way in possible(key.bucket))]
+        )
+
     def record_only(self, keys: Iterable[GraphKey]) -> None:
         """Replaces the keys. Call it before capture()."""
         self._keys = frozenset(keys)
@@ -60,7 +72,8 @@ class Graphs:
     @property
     def overlapped(self) -> frozenset[int]:
         """Buckets that have graphs of one and of two micro-batches."""
-        return frozenset(b for b in self.buckets if {GraphKey(b, 1), GraphKey(b, 2)} <= self._keys)
+        ways = [frozenset(key.bucket for key in self._keys if key.micro_batches == n) for n in (1, 2)]
+        return ways[0] & ways[1]
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._keys
@@ -142,3 +155,8 @@ def keys_of_buckets(buckets: Iterable[int], overlap: str, *, timed: bool = False
         if overlap != "auto" or count == 1 or bucket >= LEAST_OVERLAPPED
         for stamped in ((False, True) if timed else (False,))
     ]
+
+
+def sizes_of(rows: int, micro_batches: int) -> list[int]:
+    """Rows of each micro-batch: as even as possible, the first one the largest."""
+    return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]

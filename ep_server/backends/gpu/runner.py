@@ -20,7 +20,7 @@ from ep_server.backends.cpu.runner import RunnerStatistics
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
 from ep_server.backends.gpu.clock import DeviceClock
 from ep_server.backends.gpu.decoder import GpuDecoder, Pass
-from ep_server.backends.gpu.graphs import GraphKey, Graphs, buckets_up_to
+from ep_server.backends.gpu.graphs import GraphKey, Graphs, Modes, buckets_up_to, sizes_of
 from ep_server.backends.gpu.kernels.triton.launch import Compilations
 from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
@@ -155,27 +155,34 @@ class GpuRunner:
         """Drops the sampling state of a request."""
         self._sampler.remove(number)
 
-    def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def prepare(
+        self,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        possible: Modes = lambda rows: (False,),
+    ) -> None:
         """Compiles all kernels that steps of other sizes need, then captures the graphs. Collective.
 
         Kernels differ with the number of rows. So prompts of 1, 2, 4 ... rows in all run into the first KV
         blocks, which are not in use yet. Each bucket without a graph of one micro-batch runs too, because so
         many single tokens may accompany prompts. Ranks with fewer KV blocks run shorter prompts,
-        but as often. Raises: InternalError if the device does not finish one of them.
+        but as often. possible: see Modes. Raises: InternalError if the device does not finish one of them.
         """
         shape = self._inputs[0].shape
+        self.graphs.record_modes(possible)
         for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
             blocks = len(self._params.kv_cache.layers[0].k)
             batch = prompts_of(size, shape, blocks, self._params.max_context)
-            self._forward([self._inputs[0].fill(batch, {})], GraphKey(0))
-            # It may wait for slower ranks, so its input must still be there.
-            self._await(f"prompts of {batch.num_tokens} rows")
+            for normal in possible(size):
+                self._forward([self._inputs[0].fill(batch, {})], GraphKey(0, normal=normal))
+                # It may wait for slower ranks, so its input must still be there.
+                self._await(f"prompts of {batch.num_tokens} rows")
         for given in self._inputs:  # nothing of what was run so far
             given.fill(StepBatch((), 0), {}, shape.tokens)
-        for bucket in buckets_up_to(shape.sequences):
-            if GraphKey(bucket) not in self.graphs:
-                self._padded(GraphKey(bucket))
-                self._await(f"a step of {bucket} rows")  # slower ranks may have to compile
+        singles = buckets_up_to(shape.sequences)
+        for key in [GraphKey(rows, normal=normal) for rows in singles for normal in possible(rows)]:
+            if key not in self.graphs:
+                self._padded(key)
+                self._await(f"a step of {key.bucket} rows")  # slower ranks may have to compile
         self.graphs.capture(progress)
         self._await("what was run before the last capture")  # so that statistics() includes all of it
         self._compilations.expect_none()
@@ -198,13 +205,14 @@ class GpuRunner:
         """How many micro-batches a step runs as, given the vote: one if no such graph was captured."""
         return agreed if not bucket or GraphKey(bucket, agreed) in self.graphs else 1
 
-    def launch(self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0) -> Launched:
+    def launch(
+        self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0, normal: bool = False
+    ) -> Launched:
         """Enqueues a step. Collective: every rank calls it, also with an empty batch.
 
         Args:
-            micro_batches: 1 or 2, the same on every rank; of micro_batches_of().
-            bucket: rows that every rank pads this step to, one of `graphs`: the maximum of bucket_of() over
-              ranks. 0 = the step runs without a graph.
+            micro_batches: 1 or 2, the same on every rank; of micro_batches_of(). normal: see GraphKey.
+            bucket: rows that every rank pads this step to, the maximum of bucket_of(); 0 = without a graph.
         Returns: the argument for collect(), in the order of launches.
         Raises: ExchangeError if a peer failed; InternalError for a step beyond the shape or the bucket.
         """
@@ -215,7 +223,7 @@ class GpuRunner:
             given.fill(part, self._places, size if bucket else 0)
             for given, part, size in zip(self._inputs, parts, sizes, strict=False)
         ]
-        key = GraphKey(bucket, micro_batches, self._timed(bucket, micro_batches))
+        key = self._key(bucket, micro_batches, normal)
         scorers = [None if bucket else PromptScorer.of(ordered(part)) for part in parts]
         logits = self.graphs.replay(key)[: len(pieces)] if bucket else self._forward(steps, key, scorers)
         self._places = {}
@@ -337,10 +345,11 @@ class GpuRunner:
     def _await(self, what: str) -> None:
         await_device(self._device, self._seconds, what)
 
-    def _timed(self, bucket: int, micro_batches: int) -> bool:
-        """Whether the next step's phases are timed. If steps are captured, prompt steps are not timed."""
-        key = GraphKey(bucket, micro_batches, timed=True)
-        return (key in self.graphs or not self.graphs.buckets) and self._clock.due()
+    def _key(self, bucket: int, micro_batches: int, normal: bool) -> GraphKey:
+        """Of the next step, timed if that is due. If steps are captured, prompt steps are not timed."""
+        key = GraphKey(bucket, micro_batches, timed=True, normal=normal)
+        due = (key in self.graphs or not self.graphs.buckets) and self._clock.due()
+        return key if due else key._replace(timed=False)
 
     def _padded(self, key: GraphKey) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""
@@ -354,7 +363,7 @@ class GpuRunner:
         """One pass of each micro-batch, in turn. Returns: logits [N, V]."""
         self._clock.begin()
         most = sizes_of(key.bucket or self._params.exchange.spec.max_tokens, key.micro_batches)[0]
-        rows, side = self._rows.one, self._side
+        rows, side = self._rows.many if key.normal else self._rows.one, self._side
         if key.micro_batches > 1:  # transfers run beside, and the other half beside them
             rows, side = self._rows.two, None
         on = Pass(self._drawn, most, rows, self._clock.lap if key.timed else no_lap, side)
@@ -393,8 +402,3 @@ class GpuRunner:
             launched.arrived.record()
         self._launches += 1
         return launched
-
-
-def sizes_of(rows: int, micro_batches: int) -> list[int]:
-    """Rows of each micro-batch: as even as possible, the first one the largest."""
-    return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]

@@ -22,6 +22,7 @@ from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, Startu
 from ep_server.exchange.api import (
     AddNorm,
     Capabilities,
+    Exchange,
     ExchangeStatistics,
     FusedExchange,
     Membership,
@@ -130,6 +131,11 @@ class NvlinkExchange:
     def fused(self) -> FusedExchange:
         """As the Protocol says."""
         return self
+
+    @property
+    def normal(self) -> Exchange | None:
+        """As the Protocol says."""
+        return None
 
     @property
     def capabilities(self) -> Capabilities:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep_server.backends.gpu.runner import MOST_MICRO_BATCHES, sizes_of
+from ep_server.backends.gpu.graphs import sizes_of
+from ep_server.backends.gpu.runner import MOST_MICRO_BATCHES
 from ep_server.models.batch import cut, split
 from ep_server.records import SeqSlice, StepBatch
 

@@ -33,6 +33,7 @@ votes = st.builds(
     prepared=st.integers(0, 2**64 - 1),
     prompts=st.integers(0, 2**32 - 1),
     streams=st.integers(0, 2**32 - 1),
+    normal_from=st.integers(0, 2**32 - 1),
 )
 
 
@@ -58,9 +59,10 @@ def test_the_bytes_are_fixed():
         prepared=6,
         prompts=4,
         streams=2,
+        normal_from=258,
     )
     expected = b"epV1" + bytes([13, 0, 0, 0, 3, *[0] * 7, 2, *[0] * 7, 9, *[0] * 7, 5, 0, 0, 0, 8, 0, 0, 0])
-    assert vote.pack() == expected + bytes([6, *[0] * 7, 4, 0, 0, 0, 2, *[0] * 11])
+    assert vote.pack() == expected + bytes([6, *[0] * 7, 4, 0, 0, 0, 2, 0, 0, 0, 2, 1, *[0] * 6])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,8 @@ def test_other_bytes_are_refused(record):
 
 
 @pytest.mark.parametrize(
-    "field_name", ["step", "generation", "last_work", "tokens", "bucket", "prepared", "prompts", "streams"]
+    "field_name",
+    ["step", "generation", "last_work", "tokens", "bucket", "prepared", "prompts", "streams", "normal_from"],
 )
 @pytest.mark.parametrize("value", [-1, 2**64])
 def test_a_number_that_does_not_fit_is_refused(field_name, value):

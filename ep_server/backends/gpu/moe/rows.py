@@ -1,9 +1,10 @@
-"""[7] How rows get from the tokens of a step to the experts and back: the Rows protocol and four versions.
+"""[7] How rows get from the tokens of a step to the experts and back: the Rows protocol and five versions.
 
     PlainRows   over any exchange: send at once, receive in the hook; the host takes part
     LocalRows   a rank without peers: rows stay where they are
     FusedRows   over NVLink: both halves of a transfer in one kernel, without the host, so it can be captured
     SideRows    FusedRows on a second stream, beside the other micro-batch
+    ManyRows    over NVLink, for steps of many rows: kernels of their own, without the host too
 
 A call starts a transfer and returns a hook; the layer loop calls the hook one yield later. Two micro-batches
 share one exchange, so all ranks must start transfers in the same order, which the layer loop ensures.
@@ -12,7 +13,7 @@ share one exchange, so all ranks must start transfers in the same order, which t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -20,6 +21,7 @@ import torch
 
 from ep_server.backends.gpu.kernels.triton.local_rows import ExpertOutputs, Places, place_rows
 from ep_server.backends.gpu.side_stream import Hook, SideStream
+from ep_server.errors import InternalError
 from ep_server.exchange.api import AddNorm, Exchange, FusedExchange, Received, View
 
 T = TypeVar("T")
@@ -81,9 +83,22 @@ class Rows(Protocol):
         ...
 
 
+class NoRows:
+    """Where there is no such exchange."""
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """Raises InternalError."""
+        raise InternalError("this rank has no exchange of many rows")
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+        """Raises InternalError."""
+        raise InternalError("this rank has no exchange of many rows")
+
+
 @dataclass(frozen=True, slots=True)
 class RowsOfSteps:
-    """How rows are sent in steps of one micro-batch, and of two.
+    """How rows are sent in steps of one micro-batch, and of two; and in those that use the exchange of many
+    rows.
 
     check: raises errors that kernels have found since. A replayed graph makes no call that could raise.
     """
@@ -91,6 +106,7 @@ class RowsOfSteps:
     one: Rows
     two: Rows
     check: Callable[[], None] = lambda: None
+    many: Rows = field(default_factory=NoRows)
 
 
 class PlainRows:
@@ -168,6 +184,30 @@ class FusedRows:
         if self._alone:
             return lambda: DeferredCombine(self._exchange, out, received)
         combined = self._exchange.combine(out, received, next_reads_ahead=False)
+        return lambda: combined
+
+
+class ManyRows:
+    """Over an exchange of many rows (Exchange.normal) that never waits for the host: it can be captured."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, spec = exchange, exchange.spec
+        self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows. Rows stay where they arrived until the next dispatch."""
+        sent = self._exchange.dispatch_send(tokens.x, tokens.ids, tokens.gates)
+        received = sent.recv(
+            View.INDEX,
+            capacity=arrival.most * self._choices,
+            expert_stats=arrival.expert_tokens,
+            most_tokens=arrival.most,
+        )
+        return lambda: received
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+        """See Rows."""
+        combined = self._exchange.combine_send(out, received).recv()
         return lambda: combined
 
 
