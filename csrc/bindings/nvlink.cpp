@@ -13,6 +13,7 @@
 
 #include "bindings/pointer.hpp"
 #include "exchange/nvlink/group.hpp"
+#include "exchange/nvlink/many_rows.hpp"
 #include "exchange/nvlink/peer_memory.hpp"
 #include "exchange/nvlink/phases.hpp"
 
@@ -169,6 +170,54 @@ std::tuple<uint64_t, uint64_t, uint32_t> epochs(Group& group) {
           state.control.masked | state.control.masked_by_host};
 }
 
+void bind_many(py::module_& m) {
+  py::class_<cuda::ManyRouteArgs>(m, "ManyRouteArgs")
+      .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t in_rank, uintptr_t placed, uintptr_t codes,
+                       uintptr_t scales, uint32_t tokens, uint32_t stride) {
+             return cuda::ManyRouteArgs{pointer<void>(x),        pointer<int64_t>(ids),
+                                        pointer<uint8_t>(in_rank), pointer<int64_t>(placed),
+                                        pointer<void>(codes),    pointer<uint32_t>(scales),
+                                        tokens,                  stride};
+           }),
+           py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("in_rank"), py::arg("placed"),
+           py::arg("codes"), py::arg("scales"), py::arg("tokens"), py::arg("stride"));
+  py::class_<cuda::ManyOrderArgs>(m, "ManyOrderArgs")
+      .def(py::init([](uintptr_t ids, uintptr_t prefix, uintptr_t sums, uintptr_t counts, uintptr_t offsets,
+                       uintptr_t row_ids, uintptr_t places, uintptr_t expert_stats, uint32_t rows,
+                       uint32_t top_k, uint32_t capacity) {
+             return cuda::ManyOrderArgs{pointer<int64_t>(ids),
+                                        pointer<int32_t>(prefix),
+                                        pointer<int32_t>(sums),
+                                        pointer<int32_t>(counts),
+                                        pointer<int64_t>(offsets),
+                                        pointer<int64_t>(row_ids),
+                                        pointer<int32_t>(places),
+                                        pointer<int32_t>(expert_stats),
+                                        rows,
+                                        top_k,
+                                        capacity};
+           }),
+           py::kw_only(), py::arg("ids"), py::arg("prefix"), py::arg("sums"), py::arg("counts"),
+           py::arg("offsets"), py::arg("row_ids"), py::arg("places"), py::arg("expert_stats"),
+           py::arg("rows"), py::arg("top_k"), py::arg("capacity"));
+  py::class_<cuda::ManySumArgs>(m, "ManySumArgs")
+      .def(py::init([](uintptr_t expert_out, uintptr_t ids, uintptr_t weights, uintptr_t places,
+                       uintptr_t prefix, uintptr_t out, uint32_t rows, uint32_t top_k, uint32_t capacity) {
+             return cuda::ManySumArgs{pointer<void>(expert_out),
+                                      pointer<int64_t>(ids),
+                                      pointer<float>(weights),
+                                      pointer<int32_t>(places),
+                                      pointer<int32_t>(prefix),
+                                      pointer<void>(out),
+                                      rows,
+                                      top_k,
+                                      capacity};
+           }),
+           py::kw_only(), py::arg("expert_out"), py::arg("ids"), py::arg("weights"), py::arg("places"),
+           py::arg("prefix"), py::arg("out"), py::arg("rows"), py::arg("top_k"), py::arg("capacity"));
+  m.def("order_blocks", &cuda::order_blocks, py::arg("rows"));
+}
+
 void bind_bulk(py::module_& m) {
   py::class_<cuda::BulkPlanArgs>(m, "BulkPlanArgs")
       .def(py::init([](uintptr_t in_rank, uintptr_t expert_tokens, uintptr_t places, uintptr_t prefix,
@@ -247,6 +296,7 @@ void bind_bulk(py::module_& m) {
 
 void bind_nvlink(py::module_& m) {
   bind_bulk(m);
+  bind_many(m);
   py::class_<cuda::DispatchSendArgs>(m, "DispatchSendArgs")
       .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t weights, uintptr_t tokens_on_device,
                        uint32_t tokens) {
@@ -372,6 +422,12 @@ void bind_nvlink(py::module_& m) {
            py::arg("num_sms"), py::arg("args"), py::call_guard<py::gil_scoped_release>())
       .def("bulk_combine", &run_bulk<cuda::bulk_combine, cuda::BulkCombineArgs>, py::arg("stream"),
            py::arg("num_sms"), py::arg("args"), py::call_guard<py::gil_scoped_release>())
+      .def("many_route", &run_bulk<cuda::many_route, cuda::ManyRouteArgs>, py::arg("stream"),
+           py::arg("num_sms"), py::arg("args"))
+      .def("many_order", &run_bulk<cuda::many_order, cuda::ManyOrderArgs>, py::arg("stream"),
+           py::arg("num_sms"), py::arg("args"))
+      .def("many_sum", &run_bulk<cuda::many_sum, cuda::ManySumArgs>, py::arg("stream"), py::arg("num_sms"),
+           py::arg("args"))
       .def("bulk_stores", &bulk_stores, py::arg("stream"), py::arg("num_sms"), py::arg("peer"),
            py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("bulk_operations", &bulk_operations)

@@ -57,6 +57,7 @@ def open_exchange(
         device_memory=config.exchange.device_memory,
         joins=start.joins,
         absent=frozenset(range(spec.num_ranks)) - live,
+        many=config.exchange.mode != "low_latency",
     )
     topology = replace(topology_of(config, spec), gpus=device.type == "cuda")
     return factory.open_exchange(topology, spec, device, resources)

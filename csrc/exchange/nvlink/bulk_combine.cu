@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
     publish_chunks(g, begins, written, o.operation);
   else if (o.alive && warp > copying)
     sum_tokens(g, a, o, begins.at[g.rank], (warp - others) * gridDim.x + blockIdx.x, summing * gridDim.x);
-  close_bulk(g, o.alive);
+  close_bulk(g, o);
 }
 
 }  // namespace

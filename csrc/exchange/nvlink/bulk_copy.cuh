@@ -58,7 +58,10 @@ struct BulkPeer {
 struct BulkOpened {
   uint64_t operation;
   BulkPeer peers[kMaxPeers];
+  uint32_t absent;  // bit per rank that this generation goes on without: nobody writes to it or awaits it
   bool alive;
+
+  __device__ __forceinline__ bool is_absent(uint32_t rank) const { return absent >> rank & 1; }
 };
 
 // Publishes to `peer` where rows for this rank go.
@@ -75,12 +78,15 @@ __device__ __forceinline__ void open_bulk(const Device& g, Op op, const BulkTarg
   if (r == 0) {
     o.operation = (load_relaxed(&g.state->bulk_operations) >> kTicketShift) + 1;
     o.alive = !aborted(g);
+    o.absent = g.state->control.absent;
   }
   __syncthreads();
   if (target == nullptr) return;
   if (r < g.num_ranks && o.alive) {
     uint32_t unit = uint32_t(target->offset / BulkLayout::kUnit), capacity = target->capacity;
-    if (r != g.rank) {
+    if (o.is_absent(r)) {
+      capacity = 0;
+    } else if (r != g.rank) {
       if (blockIdx.x == 0) publish_target(g, *target, o.operation, r);
       const std::byte* cell = g.own() + g.bulk.ready_at(o.operation & 1, r);
       const BulkWait wait{op, Phase::kSendHeader, r, o.operation};
@@ -99,9 +105,9 @@ __device__ __forceinline__ uint64_t bulk_share() {
 }
 
 // The whole block calls it when all it wrote is on its way: publishes that to all ranks.
-__device__ __forceinline__ void close_bulk(const Device& g, bool alive) {
+__device__ __forceinline__ void close_bulk(const Device& g, const BulkOpened& o) {
   __syncthreads();
-  if (threadIdx.x < g.num_ranks && alive) {
+  if (threadIdx.x < g.num_ranks && o.alive && !o.is_absent(threadIdx.x)) {
     fence_system();
     add_system(g.regions[threadIdx.x] + g.bulk.done_at(g.rank), bulk_share());
   }
@@ -109,10 +115,10 @@ __device__ __forceinline__ void close_bulk(const Device& g, bool alive) {
 }
 
 // Block 0 calls it: waits until all ranks have written what they send to this one.
-__device__ __forceinline__ void await_done(const Device& g, Op op, uint64_t operation) {
-  if (threadIdx.x < g.num_ranks)
-    await_cell(g, g.own() + g.bulk.done_at(threadIdx.x), operation << kTicketShift,
-               {op, Phase::kRecvHeader, threadIdx.x, operation});
+__device__ __forceinline__ void await_done(const Device& g, Op op, const BulkOpened& o) {
+  if (threadIdx.x < g.num_ranks && !o.is_absent(threadIdx.x))
+    await_cell(g, g.own() + g.bulk.done_at(threadIdx.x), o.operation << kTicketShift,
+               {op, Phase::kRecvHeader, threadIdx.x, o.operation});
 }
 
 // The ring of a copying warp.

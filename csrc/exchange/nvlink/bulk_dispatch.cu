@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
     write_data(g, a, o, (warp - copying) * gridDim.x + blockIdx.x, writing * gridDim.x);
   }
   if (o.alive && a.fill) fill_rest(g, a);
-  close_bulk(g, o.alive);
-  if (blockIdx.x == 0 && o.alive) await_done(g, Op::kDispatch, o.operation);
+  close_bulk(g, o);
+  if (blockIdx.x == 0 && o.alive) await_done(g, Op::kDispatch, o);
 }
 
 }  // namespace

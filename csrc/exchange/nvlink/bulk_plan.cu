@@ -41,12 +41,13 @@ __device__ __forceinline__ uint32_t number_rows(const Device& g, const BulkPlanA
 }
 
 // Sums what all ranks have sent, for this rank's caller.
-__device__ __forceinline__ void sum_counts(const Device& g, const BulkPlanArgs& a, uint64_t operation) {
-  const uint32_t parity = operation & 1;
+__device__ __forceinline__ void sum_counts(const Device& g, const BulkPlanArgs& a, const BulkOpened& o) {
+  const uint32_t parity = o.operation & 1;
   uint32_t rows = 0;
   if (threadIdx.x < g.num_ranks)
     for (uint32_t s = 0; s < g.num_ranks; ++s) {
-      rows += peek4(g.own() + g.bulk.counts_at(parity, s) + threadIdx.x * sizeof(uint32_t));
+      if (!o.is_absent(s))
+        rows += peek4(g.own() + g.bulk.counts_at(parity, s) + threadIdx.x * sizeof(uint32_t));
       a.prefix[s * g.num_ranks + threadIdx.x] = int32_t(rows);
     }
   if (a.report == nullptr) return;
@@ -55,7 +56,8 @@ __device__ __forceinline__ void sum_counts(const Device& g, const BulkPlanArgs& 
   for (uint32_t e = threadIdx.x; e < a.local_experts; e += blockDim.x) {
     uint32_t count = 0;
     for (uint32_t s = 0; s < g.num_ranks; ++s)
-      count += peek4(g.own() + g.bulk.counts_at(parity, s) + (BulkLayout::kMaxRanks + e) * sizeof(uint32_t));
+      if (!o.is_absent(s))
+        count += peek4(g.own() + g.bulk.counts_at(parity, s) + (BulkLayout::kMaxRanks + e) * sizeof(uint32_t));
     report->expert_rows[e] = int32_t((count + a.alignment - 1) / a.alignment * a.alignment);
   }
   __syncthreads();
@@ -70,17 +72,17 @@ __global__ void __launch_bounds__(kBulkPlanThreads, 1)
   __shared__ BulkOpened o;
   open_bulk(g, Op::kDispatch, nullptr, o);
   const uint32_t to = blockIdx.x, parity = o.operation & 1, rows = number_rows(g, a, to);
-  if (threadIdx.x < g.num_ranks)
+  if (threadIdx.x < g.num_ranks && !o.is_absent(threadIdx.x))
     put4(g.regions[threadIdx.x] + g.bulk.counts_at(parity, g.rank) + to * sizeof(uint32_t), rows);
   std::byte* counts =
       g.regions[to] + g.bulk.counts_at(parity, g.rank) + BulkLayout::kMaxRanks * sizeof(uint32_t);
-  for (uint32_t e = threadIdx.x; e < a.local_experts; e += blockDim.x)
+  for (uint32_t e = threadIdx.x; e < a.local_experts && !o.is_absent(to); e += blockDim.x)
     put4(counts + e * sizeof(uint32_t), uint32_t(a.expert_tokens[to * a.local_experts + e]));
-  close_bulk(g, o.alive);
+  close_bulk(g, o);
   if (blockIdx.x != 0 || !o.alive) return;
-  await_done(g, Op::kDispatch, o.operation);
+  await_done(g, Op::kDispatch, o);
   __syncthreads();
-  if (!has_failed(g)) sum_counts(g, a, o.operation);
+  if (!has_failed(g)) sum_counts(g, a, o);
 }
 
 }  // namespace

@@ -11,8 +11,8 @@ Beyond the Protocol: tokens_on_device, bounded(), synchronize(), set_faults() an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Unpack
 
 import torch
@@ -39,20 +39,18 @@ from ep_server.exchange.api import (
 from ep_server.exchange.bootstrap import Standing, share_anew, share_regions
 from ep_server.exchange.faults import Fault, encode_device_faults
 from ep_server.exchange.host import HostGroup
+from ep_server.exchange.nvlink.banks import COMBINE, DISPATCH, Banks, DeviceHandle
 from ep_server.exchange.nvlink.launch import (
     BOTH,
-    COMBINE,
-    DISPATCH,
     RECV,
     SEND,
-    Banks,
     CombineTensors,
-    DeviceHandle,
     Launcher,
     address,
     check_device_spec,
     make_group,
 )
+from ep_server.exchange.nvlink.normal import NvlinkNormal, has_normal, heap_bytes
 from ep_server.exchange.shapes import Shapes, Tensors
 from ep_server.exchange.spec import ExchangeSpec
 from ep_server.exchange.validate import (
@@ -83,6 +81,7 @@ class NvlinkExchange:
         num_sms: multiprocessors that a kernel may fill; 0 = all; 1 is enough for any operation.
         validate: reads ids back and checks them before anything is sent; for tests, it waits for the GPU.
         joins: the others run already; this rank masks them until all call reset().
+        many: also for many rows at once (NvlinkNormal), where the spec allows; the same on all ranks.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
 
@@ -96,8 +95,10 @@ class NvlinkExchange:
         num_sms: int = 0,
         validate: bool = False,
         joins: bool = False,
+        many: bool = False,
     ) -> None:
         self.spec, self._control, self._validate = spec, control, validate
+        self._heap_bytes = heap_bytes(spec) if many and on_timeout == "raise" and has_normal(spec) else 0
         self._fresh = joins  # has attached no region of the others yet
         try:
             self._launcher: Launcher | None = self._start(device, on_timeout, num_sms)
@@ -109,6 +110,7 @@ class NvlinkExchange:
                 raise StartupError(f"rank {spec.rank}: {error}") from error
             raise
         self._banks = Banks(spec.rank, spec.num_banks)
+        self._normal = NvlinkNormal(self, self._open) if self._heap_bytes else None
 
     def _start(self, device: int | None, on_timeout: str, num_sms: int) -> Launcher:
         check_device_spec(self.spec, on_timeout)
@@ -117,7 +119,7 @@ class NvlinkExchange:
         self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
         with torch.cuda.device(self.device):
             self.shapes = Shapes(self.spec, self.device, aligned=True)
-            group = make_group(self.spec, self.device, on_timeout)
+            group = make_group(self.spec, self.device, on_timeout, self._heap_bytes)
             launcher = Launcher(group, self.spec, self.shapes, num_sms)
             others = set(range(self.spec.num_ranks)) - {self.spec.rank}
             if absent := others if self._fresh else self._control.masked:
@@ -135,7 +137,7 @@ class NvlinkExchange:
     @property
     def normal(self) -> Exchange | None:
         """As the Protocol says."""
-        return None
+        return self._normal
 
     @property
     def capabilities(self) -> Capabilities:
@@ -249,17 +251,9 @@ class NvlinkExchange:
         """As the Protocol says."""
         return self._open().can_norm(norm)
 
-    @contextmanager
-    def bounded(self, num_sms: int) -> Iterator[None]:
+    def bounded(self, num_sms: int) -> AbstractContextManager[None]:
         """As the Protocol says, also for captured kernels. Raises ConfigError for less than 1."""
-        if num_sms < 1:
-            raise ConfigError("num_sms", num_sms, "1 or more")
-        launcher = self._open()
-        before, launcher.num_sms = launcher.num_sms, min(num_sms, launcher.num_sms)
-        try:
-            yield
-        finally:
-            launcher.num_sms = before
+        return self._open().bounded(num_sms)
 
     # -- views ----------------------------------------------------------------------------------------
 
@@ -333,8 +327,7 @@ class NvlinkExchange:
         launcher.group.abort()  # kernels may wait for a lost rank
         torch.cuda.synchronize(self.device)
         self._control.reset(gone, generation)
-        dispatches, combines, _ = launcher.group.epochs()
-        standing = Standing(max(dispatches, combines), self._fresh)
+        standing = Standing(launcher.last_epoch(), self._fresh)
         last = share_anew(self._control, self.spec, launcher.group, standing)
         self._fresh = False
         banks = self.spec.num_banks

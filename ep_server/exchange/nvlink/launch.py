@@ -5,7 +5,8 @@ Which operation may run is decided in exchange.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,44 +27,21 @@ from ep_server.exchange.api import (
     ExchangeStatistics,
     Handle,
     Payload,
-    PendingCombine,
     Received,
     RecvOptions,
     Reduction,
     View,
     Wire,
 )
+from ep_server.exchange.nvlink.banks import DeviceHandle, DeviceState
 from ep_server.exchange.shapes import VECTOR, VIEWS, Shapes, Tensors
 from ep_server.exchange.spec import PAYLOADS, REDUCTIONS, ExchangeSpec, check_spec
 from ep_server.exchange.validate import CombineMode, check_tensor
 
-DISPATCH, COMBINE = "dispatch", "combine"
 SEND, RECV, BOTH = 1, 2, 3  # csrc/exchange/nvlink/phases.hpp
 WIRES = tuple(Wire)
 MAX_EXPERTS = 2048  # tables of a block's shared memory
 MAX_TOKENS = 32768  # counts of a header have 16 bits
-
-
-@dataclass(slots=True)
-class DeviceState:
-    """A dispatch on GPUs, as far as the host knows.
-
-    memory: device bytes that csrc calls DeviceHandle. stream: on which they were allocated.
-    most: tokens that any rank sends, as far as is known: kernels get blocks for so many.
-    rows: of the view, -1 where only the device knows. held: the view is read in place.
-    combining: a combine of it was sent and not received; the memory has room for the state of one.
-    """
-
-    memory: torch.Tensor
-    stream: int
-    most: int
-    rows: int = -1
-    received: bool = False
-    held: bool = False
-    combining: bool = False
-
-
-DeviceHandle = Handle[DeviceState]
 
 
 @dataclass(slots=True)
@@ -159,6 +137,22 @@ class Launcher:
         status = self.group.status()
         if status is not None:
             raise_status(status, self.spec)
+
+    @contextmanager
+    def bounded(self, num_sms: int) -> Iterator[None]:
+        """See FusedExchange."""
+        if num_sms < 1:
+            raise ConfigError("num_sms", num_sms, "1 or more")
+        before, self.num_sms = self.num_sms, min(num_sms, self.num_sms)
+        try:
+            yield
+        finally:
+            self.num_sms = before
+
+    def last_epoch(self) -> int:
+        """No operation so far has a later one."""
+        dispatches, combines, _ = self.group.epochs()
+        return max(dispatches, combines, self.group.bulk_operations())
 
     def release(self, handle: DeviceHandle) -> None:
         """Gives the bank of an in-place view back."""
@@ -321,38 +315,6 @@ class Launcher:
             return rows, None
         begin = group.scale_offset
         return rows, block[:, begin : begin + shapes.groups * 4].view(shapes.scale_dtype)
-
-
-class Banks:
-    """The operation in each bank, as far as the host knows. Replays of a graph are not counted.
-
-    Reports a bank that is taken again unread, before a kernel waits for it in vain.
-    """
-
-    def __init__(self, rank: int, num_banks: int) -> None:
-        self._rank = rank
-        self._banks: dict[str, list[DeviceState | PendingCombine | None]] = {
-            op: [None] * num_banks for op in (DISPATCH, COMBINE)
-        }
-        self._sends = {DISPATCH: 0, COMBINE: 0}
-
-    def check(self, op: str) -> None:
-        """Raises HookNotCalled where the next bank was not received or released here."""
-        banks = self._banks[op]
-        before = banks[self._sends[op] % len(banks)]
-        if before is None or torch.cuda.is_current_stream_capturing():
-            return
-        if not before.received or (isinstance(before, DeviceState) and before.held):
-            what = f"{op} takes a bank that was not received or released here"
-            raise HookNotCalled(f"rank {self._rank}: {what}")
-
-    def take(self, op: str, operation: DeviceState | PendingCombine | None) -> None:
-        """The next bank carries `operation`; None = one that is over."""
-        if torch.cuda.is_current_stream_capturing():
-            return  # in a graph the kernels watch their banks
-        banks = self._banks[op]
-        banks[self._sends[op] % len(banks)] = operation
-        self._sends[op] += 1
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ep_server.exchange.api import Payload, PendingDispatch, Received, View
+from ep_server.exchange.nvlink.banks import Banks
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
-from ep_server.exchange.nvlink.launch import Banks
 from tests.support.compare import assert_equal
 from tests.support.exchange.expected import Expected, expect
 from tests.support.exchange.gpu_group import (

@@ -72,6 +72,7 @@ class OnGpu:
     ) -> None:
         self.exchange, self.spec, self.fused, self.most = exchange, exchange.spec, fused, most_tokens
         self.all_gather, self.barrier, self.close = exchange.all_gather, exchange.barrier, exchange.close
+        self.capabilities = exchange.capabilities
 
     def dispatch_send(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None

@@ -182,3 +182,21 @@ def test_a_killed_rank_is_replaced(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_comes_later_and_leaves(num_ranks: int) -> None:
     check_grown(programs.one_comes_and_leaves, num_ranks, module(), num_ranks)
+
+
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
+def test_many_rows_of_steps(num_ranks: int) -> None:
+    found = failures(run("gpu_many.cases", num_ranks))
+    assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.parametrize("program", ["turns", "refused"])
+def test_many_and_few_rows(program: str) -> None:
+    run(f"gpu_many.{program}", 2)
+
+
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_rank_lost_with_many_rows(call: str) -> None:
+    run("gpu_many.lost", 3, call)
