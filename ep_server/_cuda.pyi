@@ -70,6 +70,52 @@ class BulkCombineArgs:
         engine: bool = True,
     ) -> None: ...
 
+class ManyRouteArgs:
+    def __init__(
+        self,
+        *,
+        x: int,
+        ids: int,
+        in_rank: int,
+        placed: int,
+        codes: int,
+        scales: int,
+        tokens: int,
+        stride: int,
+    ) -> None: ...
+
+class ManyOrderArgs:
+    def __init__(
+        self,
+        *,
+        ids: int,
+        prefix: int,
+        sums: int,
+        counts: int,
+        offsets: int,
+        row_ids: int,
+        places: int,
+        expert_stats: int,
+        rows: int,
+        top_k: int,
+        capacity: int,
+    ) -> None: ...
+
+class ManySumArgs:
+    def __init__(
+        self,
+        *,
+        expert_out: int,
+        ids: int,
+        weights: int,
+        places: int,
+        prefix: int,
+        out: int,
+        rows: int,
+        top_k: int,
+        capacity: int,
+    ) -> None: ...
+
 class DispatchSendArgs:
     def __init__(
         self, *, x: int = 0, ids: int = 0, weights: int = 0, tokens_on_device: int = 0, tokens: int = 0
@@ -183,6 +229,9 @@ class Group:
     def bulk_report(self, ticket: int, local_experts: int, limit_ns: int) -> tuple[int, list[int]] | None: ...
     def bulk_dispatch(self, stream: int, num_sms: int, args: BulkDispatchArgs) -> None: ...
     def bulk_combine(self, stream: int, num_sms: int, args: BulkCombineArgs) -> None: ...
+    def many_route(self, stream: int, num_sms: int, args: ManyRouteArgs) -> None: ...
+    def many_order(self, stream: int, num_sms: int, args: ManyOrderArgs) -> None: ...
+    def many_sum(self, stream: int, num_sms: int, args: ManySumArgs) -> None: ...
     def bulk_stores(self, stream: int, num_sms: int, peer: int, bytes: int) -> None: ...
     def bulk_operations(self) -> int: ...
     def heap(self) -> int: ...
@@ -354,3 +403,4 @@ def bulk_block(
     with_ids: bool = False,
     with_sources: bool = False,
 ) -> tuple[int, int, int, int, int]: ...
+def order_blocks(rows: int) -> int: ...

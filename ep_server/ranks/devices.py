@@ -69,13 +69,15 @@ class CpuDevice:
     def prepare(self, progress: Progress) -> None:
         """Measures how steps should use the exchange."""
         assert self._exchange is not None
-        timed = TimedPairs(self._exchange)
-        self._modes = modes_of(self._config, self._start, self._exchange, timed.run)
+        self._modes = self._chosen(TimedPairs(self._exchange).run)
 
     def modes(self) -> ExchangeModes:
         """As Device.modes. A rank that joined others has not measured."""
+        return self._modes or self._chosen(None)
+
+    def _chosen(self, time_pair: TimePair | None) -> ExchangeModes:
         assert self._exchange is not None
-        return self._modes or modes_of(self._config, self._start, self._exchange, None)
+        return ExchangeModes(normal_from(self._config, self._start, self._exchange, time_pair))
 
     def overlap(self) -> Overlap:
         """Decides by the times of steps of any size."""
@@ -90,7 +92,8 @@ class CudaDevice:
         self._start, self._config = start, config
         self.device = self._own(start.rank - local_ranks(config).start)
         self.compute: Compute = TorchCompute(self.device)
-        self._modes: ExchangeModes | None = None
+        self._exchange: Exchange | None = None
+        self._modes = ExchangeModes()
         self._built: tuple[GpuRunner, str] | None = None  # and the options that decide what its steps need
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Exchange:
@@ -102,7 +105,8 @@ class CudaDevice:
             require_native("parallel.device = cuda: the exchange over NVLink")
         held = weight_bytes(self._config, read_spec(self._config.model.path), spec, packed=False)
         Room.on(self.device).check_weights(held[spec.rank])
-        return open_exchange(self._start, self._config, spec, opening, self.device)
+        self._exchange = open_exchange(self._start, self._config, spec, opening, self.device)
+        return self._exchange
 
     def build(self, model: RankModel, exchange: Exchange, masks: Masks) -> Built:
         """As Device.build. Raises: ConfigError too."""
@@ -148,13 +152,25 @@ class CudaDevice:
         return self._built[0]
 
     def prepare(self, progress: Progress) -> None:
-        """Captures a graph for each GraphKey. Raises: StartupError if they do not fit."""
+        """Measures, and captures a graph for each GraphKey. Raises: StartupError if they do not fit."""
         from ep_server.backends.gpu.memory import room_for_steps
 
         assert self._built is not None
         runner, sizes = self._built
         with room_for_steps(self.device, sizes):
-            runner.prepare(lambda done, total: progress("graphs", done, total))
+            self._modes = ExchangeModes(self._normal_from(), undivided=True)
+            runner.prepare(lambda done, total: progress("graphs", done, total), self._modes.possible)
+
+    def _normal_from(self) -> int:
+        from ep_server.backends.gpu.moe import timed_pairs
+
+        exchange = self._exchange
+        assert exchange is not None
+        timed, captured = None, self._config.parallel.graphs
+        if exchange.normal is not None and self._config.exchange.mode == "auto" and not self._start.joins:
+            rows = rows_of(exchange)
+            timed = timed_pairs.TimedPairs(exchange, rows, self.device, captured=captured).run
+        return normal_from(self._config, self._start, exchange, timed)
 
     def overlap(self) -> Overlap:
         """Decides by the times of captured steps. Other steps are split only if configured."""
@@ -162,7 +178,7 @@ class CudaDevice:
 
     def modes(self) -> ExchangeModes:
         """As Device.modes."""
-        return self._modes or ExchangeModes()
+        return self._modes
 
     def _own(self, local: int) -> torch.device:
         from ep_server.backends.gpu.capability import gpus_found
@@ -194,10 +210,8 @@ def overlap_of(config: Config, ranks: int, graphs: Iterable[int] | None = None) 
     return MeasuredOverlap(graphs) if mode == "auto" else FixedOverlap(mode == "on")
 
 
-def modes_of(
-    config: Config, start: pb.Start, exchange: Exchange, time_pair: TimePair | None
-) -> ExchangeModes:
-    """As configured or measured. time_pair: see measure(); None for a rank that cannot measure.
+def normal_from(config: Config, start: pb.Start, exchange: Exchange, time_pair: TimePair | None) -> int:
+    """See ExchangeModes.known; as configured or measured. time_pair: see measure(); None = it cannot.
 
     Collective. Raises: ConfigError.
     """
@@ -206,12 +220,12 @@ def modes_of(
         allowed = "auto or low_latency: this exchange has no operations for many rows"
         raise ConfigError("exchange.mode", mode, allowed)
     if exchange.normal is None or mode == "low_latency":
-        return ExchangeModes(NEVER)
+        return NEVER
     if mode == "normal":
-        return ExchangeModes(ALWAYS)
+        return ALWAYS
     if start.joins or time_pair is None:
-        return ExchangeModes(0)
-    return ExchangeModes(measure(time_pair, exchange.all_gather, exchange.spec.max_tokens))
+        return 0
+    return measure(time_pair, exchange.all_gather, exchange.spec.max_tokens)
 
 
 class TimedPairs:

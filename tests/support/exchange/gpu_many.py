@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 import pytest
@@ -108,8 +107,10 @@ def lost(group: dist.ProcessGroup, call: str) -> None:
         received = few.normal.dispatch_send(*mine).recv(View.INDEX)
         few.synchronize()
     if group.rank() == dead:
-        dist.barrier(group)
-        os._exit(0)
+        for _ in range(2):
+            dist.barrier(group)
+        few.close()
+        return
     with pytest.raises(ExchangeError) as caught:
         if received is None:
             received = few.normal.dispatch_send(*mine).recv(View.INDEX)
@@ -124,6 +125,7 @@ def lost(group: dist.ProcessGroup, call: str) -> None:
     again = on_normal(few)
     for seed in (1, 2):
         _without(again, seed, dead)
+    dist.barrier(group)
     few.close()
 
 

@@ -33,7 +33,7 @@ class Found:
 
 
 def run_steps(group: dist.ProcessGroup, path: Path, config: dict[str, Any], folder: Path) -> list[Found]:
-    """This rank's sequence of PROMPTS in PIECES, with combines that norm and with others.
+    """This rank's sequence of PROMPTS in PIECES, with combines that norm, with others, and as many rows.
 
     Args:
         path: of the emulation. config: of a model, whose weights are random. folder: of this call alone.
@@ -58,23 +58,37 @@ def _run(group: dist.ProcessGroup, folder: Path, experts: int) -> list[Found]:
     model = load_model(
         LoadParams(str(folder), rank, placement, "bfloat16", compute=compute, load_format="dummy")
     )
-    exchange = Noting(open_exchange(group, exchange_spec(model, rank, group.size(), placement, 8)))
-    found = [_steps(model, exchange, PROMPTS[rank % 2], alone) for alone in (True, False)]
+    spec = exchange_spec(model, rank, group.size(), placement, 8)
+    exchange = Noting(open_exchange(group, spec, many=True))
+    found = [_steps(model, exchange, PROMPTS[rank % 2], alone) for alone in (True, False, None)]
+    _time(exchange.inner)
     close_exchange(exchange.inner)
     return found
 
 
-def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], alone: bool) -> Found:
+def _time(exchange: Any) -> None:
+    """Both ways are timed as before a capture."""
+    from ep_server.backends.gpu.moe.rows import FusedRows, ManyRows, RowsOfSteps
+    from ep_server.backends.gpu.moe.timed_pairs import TimedPairs
+
+    few = FusedRows(exchange)
+    rows = RowsOfSteps(few, few, exchange.check, ManyRows(exchange.normal))
+    timed = TimedPairs(exchange, rows, torch.device("cpu"), captured=False)
+    assert all(timed.run(normal, size) > 0 for size in (1, 8) for normal in (False, True))
+
+
+def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], alone: bool | None) -> Found:
+    """alone: see FusedRows; None = ManyRows."""
     from ep_server.backends.gpu import runner as steps
     from ep_server.backends.gpu.assembly import GpuPlan, gpu_runner
-    from ep_server.backends.gpu.moe.rows import FusedRows, RowsOfSteps
+    from ep_server.backends.gpu.moe.rows import FusedRows, ManyRows, RowsOfSteps
     from ep_server.backends.gpu.side_stream import SideStream
     from tests.support.gpu.whole_steps import logits_of
     from tests.support.models.driver import BLOCK, BLOCKS
 
     exchange.notes = []
     steps.no_lap = lambda phase: exchange.notes.append(phase.name)
-    rows: Any = FusedRows(exchange, alone=alone)
+    rows: Any = ManyRows(exchange.normal) if alone is None else FusedRows(exchange, alone=alone)
     plan = GpuPlan(BLOCKS, BLOCK, max_running=4, max_step_tokens=8, useful_blocks=BLOCKS, graphs=False)
     runner = gpu_runner(model, exchange.inner, RowsOfSteps(rows, rows), plan, BLOCKS)
     runner._side = SideStream(model.compute.device) if alone else None

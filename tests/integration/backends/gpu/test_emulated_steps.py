@@ -29,7 +29,9 @@ def test_the_tokens_of_steps_whose_combines_norm(tmp_path: Path, config: dict[st
     given = (module(), config, tmp_path)
     found = run_group(run_steps, RANKS, args=given, timeout=SECONDS)
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
-    for fused, apart in found:
+    for fused, apart, many in found:
+        assert torch.equal(many.logits, apart.logits), "steps of many rows sum otherwise"
+        assert {NORMED, SUMMED}.isdisjoint(many.notes)
         for notes, kind in ((fused.notes, NORMED), (apart.notes, SUMMED)):
             assert [each for each in notes if each in (NORMED, SUMMED)] == [kind] * layers * len(PIECES)
             ended = [notes[i + 1] for i, each in enumerate(notes) if each == kind]

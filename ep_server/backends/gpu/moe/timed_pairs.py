@@ -1,0 +1,82 @@
+"""Times dispatch and combine as steps on a GPU run them, without experts, for exchange.mode = auto."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ep_server.backends.gpu.moe.moe import add_norm
+from ep_server.backends.gpu.moe.rows import Arrival, RowsOfSteps, Tokens
+from ep_server.exchange.api import Exchange
+
+REPEATS = 4  # pairs in one measurement
+
+
+class TimedPairs:
+    """Pairs with experts drawn uniformly. What experts return is not written.
+
+    Args:
+        captured: steps are replayed from graphs, so these are too.
+    """
+
+    def __init__(
+        self, exchange: Exchange, rows: RowsOfSteps, device: torch.device, *, captured: bool
+    ) -> None:
+        self._exchange, self._rows, self._device, self._captured = exchange, rows, device, captured
+        spec, dtype = exchange.spec, torch.bfloat16
+        generator = torch.Generator(device).manual_seed(spec.rank)
+        drawn = torch.rand(spec.max_tokens, spec.num_experts, generator=generator, device=device)
+        ids = drawn.topk(spec.top_k, dim=1).indices
+        x = torch.zeros(spec.max_tokens, spec.hidden, dtype=dtype, device=device)
+        self._tokens = Tokens(x, ids, torch.ones(ids.shape, dtype=torch.float32, device=device))
+        self._residual, self._weight = (
+            torch.zeros_like(x),
+            torch.ones(spec.hidden, dtype=dtype, device=device),
+        )
+        self._stats = torch.zeros(len(spec.local_experts), dtype=torch.int32, device=device)
+        self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
+        self._size, self._work = 0, dict[bool, Callable[[], None]]()
+
+    def run(self, normal: bool, tokens: int) -> int:
+        """One pair with so many tokens on every rank, ns. normal: with the exchange of many rows.
+
+        Collective. Raises: ExchangeError if a peer fails.
+        """
+        if tokens != self._size:
+            self._size, self._work = tokens, {}
+        if normal not in self._work:
+            self._work[normal] = self._prepared(normal)
+        self._exchange.barrier()
+        began = time.perf_counter_ns()
+        self._work[normal]()
+        self._finish()
+        return (time.perf_counter_ns() - began) // REPEATS
+
+    def _prepared(self, normal: bool) -> Callable[[], None]:
+        spec = self._exchange.spec
+        out = torch.empty(self._size * self._choices, spec.hidden, dtype=torch.bfloat16, device=self._device)
+        work = partial(self._pairs, normal, out)
+        work()
+        self._finish()
+        if not self._captured or self._device.type != "cuda":
+            return work
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+    def _pairs(self, normal: bool, out: torch.Tensor) -> None:
+        rows = self._rows.many if normal else self._rows.one
+        part = slice(self._size)
+        given = Tokens(self._tokens.x[part], self._tokens.ids[part], self._tokens.gates[part])
+        for _ in range(REPEATS):
+            received = rows.dispatch(given, Arrival(self._size, self._stats))()
+            add_norm(rows.combine(out, received)(), self._residual[part], self._weight, 1e-6)
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._rows.check()
