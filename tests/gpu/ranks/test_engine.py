@@ -61,3 +61,25 @@ async def test_both_forms_of_a_large_step_are_tried(answers: dict[str, Answers])
     assert begins_alike(model, tokens, times)
     overlapped, steps = heard.counter("overlap_steps"), heard.counter("run_steps")
     assert len(set(overlapped)) == 1 and 0 < overlapped[0] < steps[0]
+
+
+@pytest.mark.skipif(SIZES[-1] == 1, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", [STREAMED, "deepseek_v3"])
+@pytest.mark.parametrize("graphs", [True, False])
+async def test_steps_of_many_rows(answers: dict[str, Answers], kind: str, graphs: bool) -> None:
+    """Forced for all steps, or for none. Their sums have the same bits; the norms behind them do not."""
+    model, ranks = answers[kind], SIZES[-1]
+    fields = {"model__dtype": "bfloat16", "parallel__graphs": graphs, "scheduler__block_size": BLOCK}
+    for mode in ("normal", "low_latency"):
+        tokens, heard = await drawn(model, ranks, exchange__mode=mode, parallel__overlap="off", **fields)
+        assert begins_alike(model, tokens)
+        steps = heard.counter("run_steps") if mode == "normal" else [0] * ranks
+        assert heard.counter("normal_steps") == steps
+
+
+@pytest.mark.skipif(SIZES[-1] == 1, reason="needs two GPUs")
+async def test_steps_use_what_was_faster(answers: dict[str, Answers]) -> None:
+    model, ranks = answers["qwen3_moe"], SIZES[-1]
+    tokens, heard = await drawn(model, ranks, model__dtype="bfloat16", exchange__mode="auto")
+    assert begins_alike(model, tokens)
+    assert len(set(heard.counter("normal_from"))) == len(set(heard.counter("normal_steps"))) == 1

@@ -18,15 +18,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize(("overlap", "mode"), [("off", "auto"), ("on", "auto"), ("off", "normal")])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_the_other_rank_keeps_its_process(
-    answers: dict[str, Answers], number: signal.Signals, overlap: str
+    answers: dict[str, Answers], number: signal.Signals, overlap: str, mode: str
 ) -> None:
     """Each rank is lost once, killed or stopped for longer than the hang timeout."""
     model = answers["qwen3_moe"]
     seconds = 60.0 if number is signal.SIGKILL else 3.0
-    fields = {"exchange__timeout_seconds": seconds, "parallel__overlap": overlap}
+    fields = {"exchange__timeout_seconds": seconds, "parallel__overlap": overlap, "exchange__mode": mode}
     async with serving(config_of(model, **fields)) as served:
         undisturbed = await served.run(requests(model))
         for rank in (1, 0):

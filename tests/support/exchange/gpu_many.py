@@ -95,6 +95,42 @@ def refused(group: dist.ProcessGroup) -> None:
     close_exchange(plain)
 
 
+def replayed(group: dist.ProcessGroup) -> None:
+    """A captured pair gives the sums of other tokens and routes at each replay, as few rows do."""
+    few = open_exchange(group, spec_of(group, "several_blocks"), many=True)
+    spec, rank = few.spec, group.rank()
+    assert few.normal is not None
+    x, ids, weights = on_gpu(make_inputs(spec, "max_tokens", 0)[rank])
+    factors = torch.tensor([(1.0 + e / 16) * (-1 if e % 2 else 1) for e in spec.local_experts]).cuda()
+    capacity = spec.num_ranks * spec.max_tokens * min(spec.top_k, len(spec.local_experts))
+
+    def pair() -> torch.Tensor:
+        assert few.normal is not None
+        received = few.normal.dispatch_send(x, ids, weights).recv(View.INDEX, capacity=capacity)
+        place = torch.arange(capacity, device="cuda")
+        expert = torch.searchsorted(received.offsets[1:], place, right=True).clamp(max=len(factors) - 1)
+        assert received.row_ids is not None
+        rows = received.rows[received.row_ids.clamp(0, len(received.rows) - 1)].float()
+        out = (rows * factors[expert][:, None]).to(torch.bfloat16)
+        return few.normal.combine_send(out, received).recv()
+
+    pair()
+    few.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = pair()
+    for seed in range(20):
+        inputs = make_inputs(spec, "max_tokens", seed)
+        for into, new in zip((x, ids, weights), on_gpu(inputs[rank]), strict=True):
+            into.copy_(new)
+        graph.replay()
+        few.synchronize()
+        assert_equal(result.cpu(), expect(spec, inputs).combined, f"replay {seed}")
+        if seed % 5 == 0:
+            run_pair(OnGpu(few, fused=True), "uniform", seed, View.INDEX)  # type: ignore[arg-type]
+    close_exchange(few)
+
+
 def lost(group: dist.ProcessGroup, call: str) -> None:
     """The last rank stays away: every wait of the others ends, and a new generation goes on without it."""
     few = open_exchange(group, spec_of(group, "odd", timeout_ns=int(SECONDS * 1e9)), many=True)

@@ -60,6 +60,26 @@ def test_conformance(num_ranks: int) -> None:
     assert not found, "\n".join(found[:5])
 
 
+@pytest.mark.parametrize("num_ranks", GROUPS)
+def test_many_rows_of_steps(num_ranks: int) -> None:
+    by_rank = run("gpu_many.cases", num_ranks)
+    found = [
+        f"{rank}, {case}: {text}" for rank, all in enumerate(by_rank) for case, text in all.items() if text
+    ]
+    assert len(by_rank[0]) > 50
+    assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.parametrize("program", ["turns", "refused", "replayed"])
+def test_many_and_few_rows(program: str) -> None:
+    run(f"gpu_many.{program}", 2)
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_rank_lost_with_many_rows(call: str) -> None:
+    run("gpu_many.lost", 3, call)
+
+
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_sizes(num_ranks: int) -> None:
     found = failures("gpu_programs.run_sizes", num_ranks, size_names())
