@@ -1,4 +1,4 @@
-"""A dispatch and its combine as steps on GPUs run them: with the kernels for few rows, and with those for many.
+"""Dispatch and combine as steps on GPUs run them: with the kernels for few rows, and with those for many.
 
 Both ways in one run, in turns, replayed from graphs, with the norm that follows and without experts between:
 what exchange.mode = auto measures when a server starts. Times are medians over rounds, of the slowest rank.

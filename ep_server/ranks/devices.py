@@ -6,6 +6,7 @@ host memory or, if configured, from GPU memory. A GPU runs one step ahead of the
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # its kernels are for ranks with a GPU
     from ep_server.backends.gpu.moe.rows import RowsOfSteps
     from ep_server.backends.gpu.runner import GpuRunner
 
+log = logging.getLogger(__name__)
 OVERLAP_SMS = 48  # of a GPU, for dispatch and combine beside the other micro-batch; not tuned on a model yet
 
 
@@ -225,7 +227,8 @@ def normal_from(config: Config, start: pb.Start, exchange: Exchange, time_pair: 
         return ALWAYS
     if start.joins or time_pair is None:
         return 0
-    return measure(time_pair, exchange.all_gather, exchange.spec.max_tokens)
+    note = log.debug if start.rank else log.info  # all find the same
+    return measure(time_pair, exchange.all_gather, exchange.spec.max_tokens, note)
 
 
 class TimedPairs:

@@ -7,15 +7,12 @@ Pure: callers measure. Units: tokens of the rank with most, nanoseconds.
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from ep_server.ranks.vote import Verdict
-
-log = logging.getLogger(__name__)
 
 NEVER = 2**32 - 1  # more tokens than a step can have
 ALWAYS = 1
@@ -42,15 +39,19 @@ class ModeRule:
 
 TimePair = Callable[[bool, int], int]  # of a dispatch and its combine: (many rows, tokens of each rank) -> ns
 Gather = Callable[[bytes], Sequence[bytes]]
+Note = Callable[[str], None]
+RULE = ModeRule()
 
 
-def measure(time_pair: TimePair, gather: Gather, most: int, rule: ModeRule | None = None) -> int:
+def measure(
+    time_pair: TimePair, gather: Gather, most: int, note: Note = lambda text: None, rule: ModeRule = RULE
+) -> int:
     """Tokens from which many rows are faster, or NEVER; the same number on all ranks. Collective.
 
     Args:
         gather: of all ranks' records, empty for an absent one. most: tokens of the largest step.
+        note: gets a line that says what was found.
     """
-    rule = rule or ModeRule()
     start, table = NEVER, []
     for size in rule.sizes(most):
         times: tuple[list[int], list[int]] = ([], [])
@@ -64,9 +65,7 @@ def measure(time_pair: TimePair, gather: Gather, most: int, rule: ModeRule | Non
         start = NEVER if many >= rule.gain * few else min(start, size)
         table.append(f"{size}: {few / 1000:.0f} / {many / 1000:.0f}")
     begin = "never" if start == NEVER else f"from {start} tokens of a rank"
-    log.info(
-        "steps use the exchange of many rows %s; low latency / many rows, us: %s", begin, ", ".join(table)
-    )
+    note(f"steps use the exchange of many rows {begin}; low latency / many rows, us: {', '.join(table)}")
     return start
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.config import Config
 from ep_server.ranks.launcher import RankProcesses
 from tests.support.models.checkpoints import Tiny
 from tests.support.ranks.rank_group import Recorder, greedy, rank_config
+from tests.support.ranks.serving import serving
 
 pytestmark = pytest.mark.asyncio
 
@@ -63,3 +66,38 @@ async def test_a_rank_alone_has_no_choice(tiny: Tiny) -> None:
     found, heard = await tokens_of(tiny, 1, exchange__mode="normal", **FLOATS)
     assert found == [*tiny.tokens]
     assert heard.counter("normal_steps") == [0]
+
+
+ASKED = [
+    {"token_ids": [1, 5, 3, 7], "max_new_tokens": 12, "ignore_eos": True, "temperature": heat, "seed": 3}
+    for heat in (0.0, 1.5)
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["normal", pytest.param("auto", marks=pytest.mark.slow)])
+async def test_ranks_of_many_rows_outlive_each_other(mode: str) -> None:
+    """A killed rank comes back, to ranks whose steps use the exchange of many rows. No output changes."""
+    config = Config.from_values(
+        {
+            "grpc.port": 0,
+            "exchange.mode": mode,
+            "exchange.reduction": "source",
+            "exchange.timeout_seconds": 60.0,
+            "model.dtype": "float32",
+            "model.path": str(DEMO_MODEL),
+            "parallel.ranks": 2,
+            "parallel.threads_per_rank": 1,
+            "resilience.max_losses": 100,
+            "resilience.rank_losses": 0,
+            "scheduler.kv_blocks": 64,
+        }
+    )
+    async with serving(config) as served:
+        expected = [output.token_ids for output in await served.run(ASKED)]
+        for rank in (1, 0):
+            pids = served.group.pids
+            outputs = await served.lose(rank, 6, ASKED)
+            assert [output.token_ids for output in outputs] == expected
+            assert served.group.pids[1 - rank] == pids[1 - rank], "the other rank keeps its process"
+        assert [output.token_ids for output in await served.run(ASKED)] == expected

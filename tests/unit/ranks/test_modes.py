@@ -39,7 +39,7 @@ def alone(record: bytes) -> list[bytes]:
 )
 def test_they_begin_where_they_are_faster(few, many, begin):
     time_pair, calls = linear(few, many)
-    assert measure(time_pair, alone, MOST, RULE) == begin
+    assert measure(time_pair, alone, MOST, rule=RULE) == begin
     assert [size for _, size in calls[:: 2 * RULE.rounds + 2]] == [16, 32, 64, 128, 256, 512, MOST]
 
 
@@ -47,7 +47,7 @@ def test_a_single_size_at_which_they_win_does_not_count():
     def time_pair(normal: bool, tokens: int) -> int:
         return 50 if normal and tokens in (32, 512, MOST) else 100
 
-    assert measure(time_pair, alone, MOST, RULE) == 512
+    assert measure(time_pair, alone, MOST, rule=RULE) == 512
 
 
 def test_the_slowest_rank_counts():
@@ -60,7 +60,7 @@ def test_the_slowest_rank_counts():
         few, many = there.get(next(sizes), (0, 0))
         return [record, few.to_bytes(8, "little") + many.to_bytes(8, "little"), b""]
 
-    assert measure(here, gather, MOST, RULE) == 512
+    assert measure(here, gather, MOST, rule=RULE) == 512
 
 
 def test_outliers_do_not_count():
@@ -71,7 +71,7 @@ def test_outliers_do_not_count():
         count += 1
         return 10**9 if count % 8 in (1, 2, 5) else 50 if normal else 100
 
-    assert measure(time_pair, alone, MOST, RULE) == 16
+    assert measure(time_pair, alone, MOST, rule=RULE) == 16
 
 
 @pytest.mark.parametrize("most", [1, 15, 16, 17, 8192])
