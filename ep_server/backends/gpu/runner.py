@@ -172,7 +172,7 @@ class GpuRunner:
         for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
             blocks = len(self._params.kv_cache.layers[0].k)
             batch = prompts_of(size, shape, blocks, self._params.max_context)
-            for normal in possible(size):
+            for normal in {*possible(size), *possible(size // 2 + 1)}:
                 self._forward([self._inputs[0].fill(batch, {})], GraphKey(0, normal=normal))
                 # It may wait for slower ranks, so its input must still be there.
                 self._await(f"prompts of {batch.num_tokens} rows")
