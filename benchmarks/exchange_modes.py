@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ep_server.backends.gpu.moe.rows import FusedRows, ManyRows, RowsOfSteps
-from ep_server.backends.gpu.moe.timed_pairs import TimedPairs
+from ep_server.backends.gpu.moe.timed_pairs import GpuTimedPairs
 from ep_server.compat.deep_ep.bootstrap import group_segment
 from ep_server.exchange.api import ExchangeSpec, Payload
 from ep_server.exchange.factory import Opening, Topology, open_exchange, segment_spec
@@ -48,7 +48,7 @@ def rows_of(rank: int, args: argparse.Namespace, payload: str) -> list[dict[str,
     assert exchange.fused is not None and exchange.normal is not None
     few = FusedRows(exchange.fused)
     rows = RowsOfSteps(few, few, exchange.check, ManyRows(exchange.normal))
-    timed = TimedPairs(exchange, rows, device, captured=True)
+    timed = GpuTimedPairs(exchange, rows, device, captured=True)
     lines = []
     for tokens in args.tokens:
         times: tuple[list[int], list[int]] = ([], [])

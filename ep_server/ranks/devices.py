@@ -7,7 +7,6 @@ host memory or, if configured, from GPU memory. A GPU runs one step ahead of the
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,11 @@ from ep_server.backends.cpu.sampler import Sampler
 from ep_server.backends.kv_copies import CpuCopies, NoCopies
 from ep_server.backends.kv_rows import CpuRows
 from ep_server.backends.masks import Masks
+from ep_server.backends.timed_pairs import TimedPairs, live_ranks
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange.api import Exchange, ExchangeSpec, Payload
+from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.exchange.factory import needs_cuda_build
 from ep_server.models.compute import Compute
 from ep_server.models.families import read_spec
@@ -164,14 +164,14 @@ class CudaDevice:
             runner.prepare(lambda done, total: progress("graphs", done, total), self._modes.possible)
 
     def _normal_from(self) -> int:
-        from ep_server.backends.gpu.moe import timed_pairs
+        from ep_server.backends.gpu.moe.timed_pairs import GpuTimedPairs
 
         exchange = self._exchange
         assert exchange is not None
         timed, captured = None, self._config.parallel.graphs
         if exchange.normal is not None and self._config.exchange.mode == "auto" and not self._start.joins:
             rows = rows_of(exchange)
-            timed = timed_pairs.TimedPairs(exchange, rows, self.device, captured=captured).run
+            timed = GpuTimedPairs(exchange, rows, self.device, captured=captured).run
         return normal_from(self._config, self._start, exchange, timed)
 
     def overlap(self) -> Overlap:
@@ -225,35 +225,10 @@ def normal_from(config: Config, start: pb.Start, exchange: Exchange, time_pair: 
         return NEVER
     if mode == "normal":
         return ALWAYS
-    if start.joins or time_pair is None:
+    if start.joins or time_pair is None or len(live_ranks(exchange)) == 1:
         return 0
     note = log.debug if start.rank else log.info  # all find the same
     return measure(time_pair, exchange.all_gather, exchange.spec.max_tokens, note)
-
-
-class TimedPairs:
-    """Times a dispatch and its combine on CPU tensors; experts are drawn uniformly and return their rows."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange, spec = exchange, exchange.spec
-        dtype = torch.float32 if spec.payload is Payload.FP32 else torch.bfloat16
-        generator = torch.Generator(device="cpu").manual_seed(spec.rank)
-        drawn = torch.rand(spec.max_tokens, spec.num_experts, generator=generator, device="cpu")
-        self._ids = drawn.topk(spec.top_k, dim=1).indices
-        self._weights = torch.ones(self._ids.shape, dtype=torch.float32, device="cpu")
-        self._x = torch.zeros(spec.max_tokens, spec.hidden, dtype=dtype, device="cpu")
-
-    def run(self, normal: bool, tokens: int) -> int:
-        """See TimePair."""
-        exchange = self._exchange.normal if normal else self._exchange
-        assert exchange is not None
-        began = time.perf_counter_ns()
-        sent = exchange.dispatch_send(self._x[:tokens], self._ids[:tokens], self._weights[:tokens])
-        received = sent.recv()
-        rows = received.rows
-        outputs = rows if rows.dtype == self._x.dtype else torch.zeros_like(rows, dtype=self._x.dtype)
-        exchange.combine_send(outputs, received).recv()
-        return time.perf_counter_ns() - began
 
 
 def rows_of(exchange: Exchange) -> RowsOfSteps:

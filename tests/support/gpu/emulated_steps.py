@@ -69,11 +69,11 @@ def _run(group: dist.ProcessGroup, folder: Path, experts: int) -> list[Found]:
 def _time(exchange: Any) -> None:
     """Both ways are timed as before a capture."""
     from ep_server.backends.gpu.moe.rows import FusedRows, ManyRows, RowsOfSteps
-    from ep_server.backends.gpu.moe.timed_pairs import TimedPairs
+    from ep_server.backends.gpu.moe.timed_pairs import GpuTimedPairs
 
     few = FusedRows(exchange)
     rows = RowsOfSteps(few, few, exchange.check, ManyRows(exchange.normal))
-    timed = TimedPairs(exchange, rows, torch.device("cpu"), captured=False)
+    timed = GpuTimedPairs(exchange, rows, torch.device("cpu"), captured=False)
     assert all(timed.run(normal, size) > 0 for size in (1, 8) for normal in (False, True))
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from ep_server.config import Config
+from ep_server.errors import ConfigError
+from ep_server.ranks.devices import normal_from
 from ep_server.ranks.modes import ALWAYS, NEVER, ExchangeModes, ModeRule, measure
 from ep_server.ranks.vote import Verdict, Vote, tally
+from ep_server.v1 import rank_pb2 as pb
 
 MOST = 1000
 RULE = ModeRule(least=16, rounds=3)
@@ -127,3 +133,33 @@ def test_what_is_counted():
         modes.chosen(verdict_of(64, tokens=tokens), 0, 1)
     assert modes.counters() == {"normal_steps": 2, "normal_from": 64}
     assert ExchangeModes(NEVER).counters() == {"normal_steps": 0, "normal_from": 0}
+
+
+def group_of(normal: object, ranks: int = 2) -> SimpleNamespace:
+    spec = SimpleNamespace(num_ranks=ranks, max_tokens=64)
+    return SimpleNamespace(normal=normal, spec=spec, membership=None, all_gather=alone)
+
+
+@pytest.mark.parametrize(
+    ("mode", "joins", "expected"),
+    [
+        ("low_latency", False, NEVER),
+        ("normal", False, ALWAYS),
+        ("normal", True, ALWAYS),
+        ("auto", False, 16),
+        ("auto", True, 0),
+    ],
+)
+def test_what_a_rank_knows_when_it_starts(mode, joins, expected):
+    time_pair, _ = linear((10, 2), (20, 1))
+    config, start = Config.from_values({"exchange.mode": mode}), pb.Start(joins=joins)
+    assert normal_from(config, start, group_of(object()), time_pair) == expected
+    assert normal_from(config, start, group_of(object()), None) == (0 if mode == "auto" else expected)
+
+
+def test_an_exchange_without_many_rows():
+    auto, forced = (Config.from_values({"exchange.mode": mode}) for mode in ("auto", "normal"))
+    assert normal_from(auto, pb.Start(), group_of(None), None) == NEVER
+    assert normal_from(forced, pb.Start(), group_of(None, ranks=1), None) == NEVER
+    with pytest.raises(ConfigError, match=r"exchange\.mode"):
+        normal_from(forced, pb.Start(), group_of(None), None)

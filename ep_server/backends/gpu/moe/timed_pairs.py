@@ -10,12 +10,13 @@ import torch
 
 from ep_server.backends.gpu.moe.moe import add_norm
 from ep_server.backends.gpu.moe.rows import Arrival, RowsOfSteps, Tokens
+from ep_server.backends.timed_pairs import drawn_ids
 from ep_server.exchange.api import Exchange
 
 REPEATS = 4  # pairs in one measurement
 
 
-class TimedPairs:
+class GpuTimedPairs:
     """Pairs with experts drawn uniformly. What experts return is not written.
 
     Args:
@@ -26,10 +27,7 @@ class TimedPairs:
         self, exchange: Exchange, rows: RowsOfSteps, device: torch.device, *, captured: bool
     ) -> None:
         self._exchange, self._rows, self._device, self._captured = exchange, rows, device, captured
-        spec, dtype = exchange.spec, torch.bfloat16
-        generator = torch.Generator(device).manual_seed(spec.rank)
-        drawn = torch.rand(spec.max_tokens, spec.num_experts, generator=generator, device=device)
-        ids = drawn.topk(spec.top_k, dim=1).indices
+        spec, dtype, ids = exchange.spec, torch.bfloat16, drawn_ids(exchange, device)
         x = torch.zeros(spec.max_tokens, spec.hidden, dtype=dtype, device=device)
         self._tokens = Tokens(x, ids, torch.ones(ids.shape, dtype=torch.float32, device=device))
         self._residual, self._weight = (
