@@ -167,14 +167,6 @@ __device__ __forceinline__ void copy_words(void* to, const void* from, uint32_t 
     static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
   __syncwarp();
 }
-// The same, to any GPU.
-__device__ __forceinline__ void store_words(void* to, const void* from, uint32_t bytes) {
-  __syncwarp();
-#pragma unroll 4
-  for (uint32_t i = threadIdx.x % 32; i < bytes / sizeof(uint4); i += 32)
-    store16(static_cast<uint4*>(to) + i, static_cast<const uint4*>(from)[i]);
-  __syncwarp();
-}
 
 // Of one warp; one lane calls it.
 __device__ __forceinline__ void init_copy_barrier(uint64_t* barrier) {

@@ -49,7 +49,7 @@ struct BulkDispatchArgs {
   uint32_t scale_row, scale_column;  // strides in words
   bool sources;                      // the block has room for the numbers of the tokens
   bool fill;                         // ids behind the last row become -1
-  bool engine;                       // rows leave by the copy engine, not by stores of a warp
+  bool engine;                       // rows leave by the copy engine, not by stores of registers
 };
 
 struct BulkCombineArgs {
@@ -87,8 +87,15 @@ struct BulkRing {
 };
 static_assert(BulkRing::kStages * sizeof(uint64_t) <= BulkRing::kAlign);
 constexpr uint32_t kBulkPlanThreads = 256;
-constexpr uint32_t kBulkDispatchThreads = 256;  // the warps that do not copy rows write what goes with them
+constexpr uint32_t kBulkDispatchThreads = 512;  // the warps that do not copy rows write what goes with them
 constexpr uint32_t kBulkCombineThreads = 640;   // here they sum
+
+// Warps of a block that copy rows: through shared memory by the copy engine, or through registers.
+constexpr uint32_t kStoringWarps = 8;
+static_assert(BulkRing::kWarps <= kStoringWarps);
+EP_HOST_DEVICE constexpr uint32_t bulk_copying(bool engine) {
+  return engine ? BulkRing::kWarps : kStoringWarps;
+}
 
 struct BulkLaunch {
   cudaStream_t stream;

@@ -41,8 +41,9 @@ __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins,
 struct Share {
   uint32_t first, step, count;
 
-  __device__ __forceinline__ Share(const Device& g, const Begins& begins, uint32_t warp)
-      : first(warp * gridDim.x + blockIdx.x), step(BulkRing::kWarps * gridDim.x), count(0) {
+  // warp: of `copying` ones.
+  __device__ __forceinline__ Share(const Device& g, const Begins& begins, uint32_t warp, uint32_t copying)
+      : first(warp * gridDim.x + blockIdx.x), step(copying * gridDim.x), count(0) {
     uint32_t most = 0;
     for (uint32_t s = 0; s < g.num_ranks; ++s)
       if (s != g.rank) most = max(most, begins.rows(s));
@@ -53,7 +54,7 @@ struct Share {
 
 // How many chunks each copying warp has written. In shared memory.
 struct Written {
-  uint32_t chunks[BulkRing::kWarps];
+  uint32_t chunks[kStoringWarps];
 
   // The whole warp calls it.
   __device__ __forceinline__ void set(uint32_t warp, uint32_t count) {
@@ -64,10 +65,10 @@ struct Written {
 
 // One warp signals the sources which chunks have arrived, until all have. Lane = copying warp.
 __device__ __forceinline__ void publish_chunks(const Device& g, const Begins& begins, const Written& written,
-                                               uint64_t operation) {
+                                               uint64_t operation, uint32_t copying) {
   const uint32_t lane = threadIdx.x % kWarp;
-  const Share share(g, begins, min(lane, BulkRing::kWarps - 1));
-  const uint32_t count = lane < BulkRing::kWarps ? share.count : 0;
+  const Share share(g, begins, min(lane, copying - 1), copying);
+  const uint32_t count = lane < copying ? share.count : 0;
   uint32_t published = 0;
 #pragma unroll 1
   while (__any_sync(kFull, published < count)) {
@@ -97,12 +98,37 @@ __device__ __forceinline__ void await_chunk_before(uint32_t pieces) {
 __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
                                             const Begins& begins, uint32_t warp, Written& written) {
   const uint32_t lane = threadIdx.x % kWarp, others = g.num_ranks - 1;
-  const Share share(g, begins, warp);
+  const Share share(g, begins, warp, bulk_copying(a.engine));
   const uint32_t first = share.first, step = share.step;
+  const auto* x = static_cast<const std::byte*>(a.x);
+  // Where a row goes; null = its source has no room. Its weights are copied along with it.
+  const auto place_of = [&](const Chunk& c, uint32_t row, bool with_weights) -> std::byte* {
+    const BulkPeer peer = o.peers[c.source];
+    const uint32_t tokens = peer.capacity / others, place = c.number * kChunkRows + row;
+    if (place >= tokens) return nullptr;
+    const uint64_t to = uint64_t(part_of(c.source, g.rank)) * tokens + place;
+    if (with_weights && a.weights != nullptr && lane < a.top_k) {
+      const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);
+      reinterpret_cast<float*>(peer.block + b.weights)[to * a.top_k + lane] =
+          a.weights[uint64_t(c.begin + row) * a.top_k + lane];
+    }
+    return peer.block + to * a.row_bytes;
+  };
+  if (!a.engine) {
+#pragma unroll 1
+    for (uint32_t n = 0; n < share.count; ++n) {
+      const Chunk c = chunk_of(g, begins, first + n * step);
+#pragma unroll 1
+      for (uint32_t row = 0; row < c.count; ++row)
+        if (std::byte* to = place_of(c, row, true); to != nullptr)
+          copy_row(x + uint64_t(c.begin + row) * a.row_bytes, a.row_bytes, [&](auto&& put) { put(to); });
+      written.set(warp, n + 1);
+    }
+    return;
+  }
   const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
   const uint32_t per_chunk = kChunkRows * pieces;
-  const auto* x = static_cast<const std::byte*>(a.x);
-  BulkCopy copy(a.row_bytes, a.engine);
+  BulkCopy copy(a.row_bytes);
   copy.run(
       share.count * per_chunk,
       [&](uint32_t i, uint32_t& bytes) {
@@ -115,28 +141,16 @@ __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineAr
       [&](uint32_t i, const std::byte* stage, uint32_t bytes) {
         const uint32_t of = i / per_chunk, rest = i - of * per_chunk, row = rest / pieces,
                        at = (rest - row * pieces) * piece;
-        const Chunk c = chunk_of(g, begins, first + of * step);
-        const BulkPeer peer = o.peers[c.source];
-        const uint32_t tokens = peer.capacity / others, place = c.number * kChunkRows + row;
-        if (place >= tokens) return;
-        const uint64_t to = uint64_t(part_of(c.source, g.rank)) * tokens + place;
-        copy.store(peer.block + to * a.row_bytes + at, stage, bytes);
-        if (at != 0 || a.weights == nullptr || lane >= a.top_k) return;
-        const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);
-        reinterpret_cast<float*>(peer.block + b.weights)[to * a.top_k + lane] =
-            a.weights[uint64_t(c.begin + row) * a.top_k + lane];
+        std::byte* to = place_of(chunk_of(g, begins, first + of * step), row, at == 0);
+        if (to != nullptr) store_piece(to + at, stage, bytes);
       },
       [&](uint32_t i) {
         const uint32_t of = i / per_chunk;
-        if (i - of * per_chunk != per_chunk - 1) return;
-        if (!a.engine) {
-          written.set(warp, of + 1);
-        } else if (of != 0) {
-          await_chunk_before(per_chunk);
-          written.set(warp, of);
-        }
+        if (i - of * per_chunk != per_chunk - 1 || of == 0) return;
+        await_chunk_before(per_chunk);
+        written.set(warp, of);
       });
-  if (a.engine) written.set(warp, share.count);
+  written.set(warp, share.count);
 }
 
 // 8 bf16 channels added to 8 sums.
@@ -260,15 +274,15 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
   __shared__ BulkOpened o;
   __shared__ Begins begins;
   __shared__ Written written;
-  if (threadIdx.x < BulkRing::kWarps) written.chunks[threadIdx.x] = 0;
+  if (threadIdx.x < kStoringWarps) written.chunks[threadIdx.x] = 0;
   begins.find(g, a.prefix);
   open_bulk(g, Op::kCombine, &a.target, o);
-  const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::kWarps;
+  const uint32_t warp = threadIdx.x / kWarp, copying = bulk_copying(a.engine);
   const uint32_t others = copying + 1, summing = blockDim.x / kWarp - others;
   if (o.alive && warp < copying && g.num_ranks > 1)
     return_rows(g, a, o, begins, warp, written);
   else if (o.alive && warp == copying && g.num_ranks > 1)
-    publish_chunks(g, begins, written, o.operation);
+    publish_chunks(g, begins, written, o.operation, copying);
   else if (o.alive && warp > copying)
     sum_tokens(g, a, o, begins.at[g.rank], (warp - others) * gridDim.x + blockIdx.x, summing * gridDim.x);
   close_bulk(g, o);
@@ -277,8 +291,8 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
 }  // namespace
 
 cudaError_t bulk_combine(const BulkLaunch& launch, const Device& device, const BulkCombineArgs& args) {
-  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads, BulkRing::shared(args.row_bytes),
-                           device, args);
+  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads,
+                           args.engine ? BulkRing::shared(args.row_bytes) : 0, device, args);
 }
 
 }  // namespace ep::cuda

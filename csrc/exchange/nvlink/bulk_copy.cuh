@@ -129,31 +129,41 @@ __device__ __forceinline__ std::byte* bulk_ring(uint32_t row_bytes) {
          threadIdx.x / kWarp * BulkRing::bytes(row_bytes);
 }
 
-// Rows on their way through the shared memory of one warp.
+// Copies a row of this GPU through registers. to_all(put) calls put(at) for every place. The whole warp calls
+// it.
+template <class ToAll>
+__device__ __forceinline__ void copy_row(const std::byte* row, uint32_t bytes, ToAll&& to_all) {
+  constexpr uint32_t kAhead = 7;  // 16-byte words of a lane in flight: half or a quarter of 7168 channels
+  const uint32_t lane = threadIdx.x % kWarp, words = bytes / sizeof(uint4);
+#pragma unroll 1
+  for (uint32_t first = lane; first - lane < words; first += kAhead * kWarp) {
+    uint4 v[kAhead];
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i)
+      if (first + i * kWarp < words) v[i] = load16(row + uint64_t(first + i * kWarp) * sizeof(uint4));
+    to_all([&](std::byte* at) {
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; ++i)
+        if (first + i * kWarp < words) store16(at + uint64_t(first + i * kWarp) * sizeof(uint4), v[i]);
+    });
+  }
+}
+
+// Rows on their way through the shared memory of one warp, by the copy engine.
 struct BulkCopy {
   uint64_t* barriers;
   std::byte* stages;
   uint32_t pitch, filled;  // filled: bit per stage, the phase of its barrier
-  bool engine;
 
-  __device__ BulkCopy(uint32_t row_bytes, bool by_engine)
+  __device__ explicit BulkCopy(uint32_t row_bytes)
       : barriers(reinterpret_cast<uint64_t*>(bulk_ring(row_bytes))),
         stages(bulk_ring(row_bytes) + BulkRing::kAlign),
         pitch(BulkRing::piece(row_bytes)),
-        filled(0),
-        engine(by_engine) {
+        filled(0) {
     if (threadIdx.x % kWarp == 0)
       for (uint32_t i = 0; i < BulkRing::kStages; ++i) init_copy_barrier(barriers + i);
     publish_copy_barriers();
     __syncwarp();
-  }
-
-  // Stores a piece to any GPU. The whole warp calls it.
-  __device__ __forceinline__ void store(std::byte* to, const std::byte* stage, uint32_t bytes) const {
-    if (engine)
-      store_piece(to, stage, bytes);
-    else
-      store_words(to, stage, bytes);
   }
 
   // Copies `items` pieces. from(i, bytes): where piece i is, its size; 0 bytes = nothing. to(i, stage, bytes)

@@ -25,8 +25,29 @@ __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArg
   };
   int32_t places = find(0), next = find(batch);
   uint32_t row = 0, part = 0, in_batch = 0;
-  BulkCopy copy(a.row_bytes, a.engine);
+  const auto to_all = [&](auto&& put) {
+#pragma unroll 1
+    for (uint32_t i = 0; i < ranks; ++i) {
+      const uint32_t to = g.rank + 1 + i < ranks ? g.rank + 1 + i : g.rank + 1 + i - ranks;
+      const int32_t place = __shfl_sync(kFull, places, in_batch * ranks + to);
+      if (place >= 0 && uint32_t(place) < o.peers[to].capacity)
+        put(o.peers[to].block + uint64_t(place) * a.row_bytes);
+    }
+  };
+  const auto next_row = [&] {
+    ++row;
+    if (++in_batch != batch) return;
+    in_batch = 0;
+    places = next;
+    next = find(row + batch);
+  };
   const auto* x = static_cast<const std::byte*>(a.x);
+  if (!a.engine) {
+    for (uint32_t i = 0; i < rows; ++i, next_row())
+      copy_row(x + uint64_t(first + i * step) * a.row_bytes, a.row_bytes, to_all);
+    return;
+  }
+  BulkCopy copy(a.row_bytes);
   copy.run(
       rows * pieces,
       [&](uint32_t i, uint32_t& bytes) {
@@ -35,22 +56,12 @@ __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArg
         return static_cast<const void*>(x + uint64_t(first + of * step) * a.row_bytes + at);
       },
       [&](uint32_t, const std::byte* stage, uint32_t bytes) {
-#pragma unroll 1
-        for (uint32_t i = 0; i < ranks; ++i) {
-          const uint32_t to = g.rank + 1 + i < ranks ? g.rank + 1 + i : g.rank + 1 + i - ranks;
-          const int32_t place = __shfl_sync(kFull, places, in_batch * ranks + to);
-          if (place >= 0 && uint32_t(place) < o.peers[to].capacity)
-            copy.store(o.peers[to].block + uint64_t(place) * a.row_bytes + part * piece, stage, bytes);
-        }
+        to_all([&](std::byte* at) { store_piece(at + part * piece, stage, bytes); });
       },
       [&](uint32_t) {
         if (++part != pieces) return;
         part = 0;
-        ++row;
-        if (++in_batch != batch) return;
-        in_batch = 0;
-        places = next;
-        next = find(row + batch);
+        next_row();
       });
 }
 
@@ -106,7 +117,7 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
     bulk_dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkDispatchArgs a) {
   __shared__ BulkOpened o;
   open_bulk(g, Op::kDispatch, &a.target, o);
-  const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::kWarps;
+  const uint32_t warp = threadIdx.x / kWarp, copying = bulk_copying(a.engine);
   if (o.alive && warp < copying) {
     copy_rows(g, a, o, warp * gridDim.x + blockIdx.x, copying * gridDim.x);
   } else if (o.alive) {
@@ -122,7 +133,7 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
 
 cudaError_t bulk_dispatch(const BulkLaunch& launch, const Device& device, const BulkDispatchArgs& args) {
   return start_bulk_kernel(launch, bulk_dispatch_kernel, kBulkDispatchThreads,
-                           BulkRing::shared(args.row_bytes), device, args);
+                           args.engine ? BulkRing::shared(args.row_bytes) : 0, device, args);
 }
 
 }  // namespace ep::cuda

@@ -57,7 +57,8 @@ __device__ __forceinline__ void sum_counts(const Device& g, const BulkPlanArgs& 
     uint32_t count = 0;
     for (uint32_t s = 0; s < g.num_ranks; ++s)
       if (!o.is_absent(s))
-        count += peek4(g.own() + g.bulk.counts_at(parity, s) + (BulkLayout::kMaxRanks + e) * sizeof(uint32_t));
+        count +=
+            peek4(g.own() + g.bulk.counts_at(parity, s) + (BulkLayout::kMaxRanks + e) * sizeof(uint32_t));
     report->expert_rows[e] = int32_t((count + a.alignment - 1) / a.alignment * a.alignment);
   }
   __syncthreads();

@@ -94,11 +94,6 @@ inline void add_system(void* cell, uint64_t by) {
 inline void copy_words(void* to, const void* from, uint32_t bytes) {
   if (threadIdx.x % 32 == 0) std::memcpy(to, from, bytes);
 }
-inline void store_words(void* to, const void* from, uint32_t bytes) {
-  __syncwarp();
-  copy_words(to, from, bytes);
-  __syncwarp();
-}
 inline void init_copy_barrier(uint64_t*) {}
 inline void publish_copy_barriers() {}
 inline void load_piece(void* to, const void* from, uint32_t bytes, uint64_t*) { copy_words(to, from, bytes); }
