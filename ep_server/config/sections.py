@@ -303,9 +303,8 @@ class ResilienceConfig:
     )
     shadow: str = option(
         "off",
-        "Keep a copy of all experts in host memory of the server process. Ranks load experts from it after a "
-        "loss, when they join, and when experts move. on: it must fit. auto: on GPUs, if it takes at most "
-        "half of the free memory. off: ranks read the checkpoint, usually from the page cache.",
+        "Copy of all experts in the server's host memory, from which ranks load those they lack. on: it must "
+        "fit. auto: on GPUs, if it takes at most half of the free memory. off: they read the checkpoint.",
         choices=("off", "auto", "on"),
     )
     placement: str = option(
