@@ -56,7 +56,9 @@ class ShadowLayout:
 
     def described(self) -> str:
         """For people."""
-        return f"host shadow: {self.nbytes / 2**30:,.2f} GiB of host memory for a copy of all experts"
+        mib = self.nbytes / 2**20
+        size = f"{mib / 1024:,.2f} GiB" if mib >= 1024 else f"{mib:,.1f} MiB"
+        return f"host shadow: {size} of host memory for a copy of all experts"
 
     def number(self, layer: int, entry: int) -> int:
         """The place of an entry among all."""
