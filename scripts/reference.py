@@ -95,7 +95,7 @@ AREAS = {
     "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_loss|live_ranks|^generation$|"
     r"^nodes_out$",
     "Memory": r"kv_|prefix|preempt",
-    "Steps": r"step|normal_from|moe_layer|graph|padded|parks|compiled|queue_depth|running",
+    "Steps": r"step|moe_layer|graph|padded|parks|compiled|queue_depth|running",
     "Process": r"info|^state|capacity|memory|tls|weights",
 }
 

@@ -287,11 +287,7 @@ class Exchange(Protocol):
 
     @property
     def normal(self) -> Exchange | None:
-        """The same ranks' exchange for many rows at once, with the same results; None if there is none.
-
-        It shares all but its operations with this one, and is closed with it. Operations of both may follow
-        one another on all ranks alike, but none may be in flight when one of the other kind starts.
-        """
+        """The same ranks' operations for many rows at once, or None. Neither kind starts during the other."""
         ...
 
     def dispatch_send(

@@ -336,14 +336,6 @@ class RankCollector(Collector):
             "How much longer the earliest rank waits in the vote than the latest, per step, last interval.",
             value=skew,
         )
-        begin = GaugeMetricFamily(
-            f"{self._prefix}normal_from_tokens",
-            "Tokens of a rank from which steps use the exchange of many rows, as measured; 0: never.",
-            labels=["rank"],
-        )
-        for interval in intervals:
-            begin.add_metric([str(interval.now.rank)], interval.now.counters.get("normal_from", 0))
-        yield begin
         overlap = GaugeMetricFamily(
             f"{self._prefix}overlap_ratio",
             "Share of the time of dispatch and combine in which the rank did not wait, last interval.",

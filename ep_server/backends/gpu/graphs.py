@@ -36,6 +36,15 @@ Modes = Callable[
 ]  # rows -> whether such steps use the exchange of many rows; maybe both
 
 
+def unseen(done: int, total: int) -> None:
+    """Progress that nobody follows."""
+
+
+def few(rows: int) -> Sequence[bool]:
+    """Modes of ranks without an exchange of many rows."""
+    return (False,)
+
+
 class Graphs:
     """Recorded work by key.
 
@@ -78,7 +87,7 @@ class Graphs:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._keys
 
-    def capture(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def capture(self, progress: Callable[[int, int], None] = unseen) -> None:
         """Records every key, the largest first, so that the smaller ones fit into its memory. Collective.
 
         Raises: InternalError if the device does not finish the warm-up runs.

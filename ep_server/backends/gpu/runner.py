@@ -20,7 +20,7 @@ from ep_server.backends.cpu.runner import RunnerStatistics
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
 from ep_server.backends.gpu.clock import DeviceClock
 from ep_server.backends.gpu.decoder import GpuDecoder, Pass
-from ep_server.backends.gpu.graphs import GraphKey, Graphs, Modes, buckets_up_to, sizes_of
+from ep_server.backends.gpu.graphs import GraphKey, Graphs, Modes, buckets_up_to, few, sizes_of, unseen
 from ep_server.backends.gpu.kernels.triton.launch import Compilations
 from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
@@ -155,11 +155,7 @@ class GpuRunner:
         """Drops the sampling state of a request."""
         self._sampler.remove(number)
 
-    def prepare(
-        self,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-        possible: Modes = lambda rows: (False,),
-    ) -> None:
+    def prepare(self, progress: Callable[[int, int], None] = unseen, possible: Modes = few) -> None:
         """Compiles all kernels that steps of other sizes need, then captures the graphs. Collective.
 
         Kernels differ with the number of rows. So prompts of 1, 2, 4 ... rows in all run into the first KV
