@@ -31,9 +31,8 @@ class GraphKey(NamedTuple):
 
 
 Work = Callable[[GraphKey], torch.Tensor]
-Modes = Callable[
-    [int], Sequence[bool]
-]  # rows -> whether such steps use the exchange of many rows; maybe both
+# Rows of a step -> whether it uses the exchange of many rows; maybe both are possible.
+Modes = Callable[[int], Sequence[bool]]
 
 
 def unseen(done: int, total: int) -> None:
