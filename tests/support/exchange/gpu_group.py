@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ep_server.compat.deep_ep.bootstrap import group_segment
-from ep_server.exchange.api import ExchangeSpec, Payload, Received
+from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.exchange.host import open_group
 from ep_server.exchange.nvlink.bulk import NvlinkBulk, bulk_spec
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
@@ -82,6 +82,22 @@ def answer(received: Received, factors: torch.Tensor) -> torch.Tensor:
     """Answers to a PADDED view; can be captured."""
     rows = received.rows.float() if received.scales is None else dequantise(received.rows, received.scales)
     return (rows * factors).to(torch.bfloat16)
+
+
+def many_rows(
+    exchange: NvlinkExchange, mine: tuple[torch.Tensor, ...], factors: torch.Tensor
+) -> torch.Tensor:
+    """A pair with the exchange of many rows; can be captured."""
+    many, spec = exchange.normal, exchange.spec
+    assert many is not None
+    capacity = spec.num_ranks * spec.max_tokens * min(spec.top_k, max(len(spec.local_experts), 1))
+    received = many.dispatch_send(*mine).recv(View.INDEX, capacity=capacity)
+    assert received.row_ids is not None
+    place = torch.arange(capacity, device=received.offsets.device)
+    expert = torch.searchsorted(received.offsets[1:], place, right=True).clamp(max=len(factors) - 1)
+    rows = received.rows[received.row_ids.clamp(0, len(received.rows) - 1)].float()
+    out = (rows * factors.view(-1)[expert][:, None]).to(torch.bfloat16)
+    return many.combine_send(out, received).recv()
 
 
 def run_experts(spec: ExchangeSpec, received: Received) -> torch.Tensor:

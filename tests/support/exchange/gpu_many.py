@@ -14,7 +14,14 @@ from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import ONE_RANK_BARE, SCATTERED, UNEVEN, Shape, failure_of, run_pair
 from tests.support.exchange.expected import expect
-from tests.support.exchange.gpu_group import close_exchange, on_gpu, open_exchange, sums_without
+from tests.support.exchange.gpu_group import (
+    close_exchange,
+    factors_of,
+    many_rows,
+    on_gpu,
+    open_exchange,
+    sums_without,
+)
 from tests.support.exchange.on_gpu import OnGpu
 from tests.support.exchange.routing import ROUTINGS, make_inputs
 
@@ -99,21 +106,8 @@ def replayed(group: dist.ProcessGroup) -> None:
     """A captured pair gives the sums of other tokens and routes at each replay, as few rows do."""
     few = open_exchange(group, spec_of(group, "several_blocks"), many=True)
     spec, rank = few.spec, group.rank()
-    assert few.normal is not None
     x, ids, weights = on_gpu(make_inputs(spec, "max_tokens", 0)[rank])
-    factors = torch.tensor([(1.0 + e / 16) * (-1 if e % 2 else 1) for e in spec.local_experts]).cuda()
-    capacity = spec.num_ranks * spec.max_tokens * min(spec.top_k, len(spec.local_experts))
-
-    def pair() -> torch.Tensor:
-        assert few.normal is not None
-        received = few.normal.dispatch_send(x, ids, weights).recv(View.INDEX, capacity=capacity)
-        place = torch.arange(capacity, device="cuda")
-        expert = torch.searchsorted(received.offsets[1:], place, right=True).clamp(max=len(factors) - 1)
-        assert received.row_ids is not None
-        rows = received.rows[received.row_ids.clamp(0, len(received.rows) - 1)].float()
-        out = (rows * factors[expert][:, None]).to(torch.bfloat16)
-        return few.normal.combine_send(out, received).recv()
-
+    pair = partial(many_rows, few, (x, ids, weights), factors_of(spec))
     pair()
     few.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -20,7 +20,7 @@ from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.spec import control_spec
 from tests.support.compare import assert_equal
 from tests.support.exchange.expected import expect
-from tests.support.exchange.gpu_group import answer, factors_of, on_gpu, sums_without
+from tests.support.exchange.gpu_group import answer, factors_of, many_rows, on_gpu, sums_without
 from tests.support.exchange.killed_rank import LOST, Segment, replaced_spec
 from tests.support.exchange.ranks import Peer
 from tests.support.exchange.routing import Inputs, make_inputs
@@ -36,16 +36,16 @@ def open_end(
     spec = replaced_spec(rank, num_ranks)
     control = open_group(control_spec(spec), segment.fd)
     control.mask(absent)
-    return NvlinkExchange(spec, control=control, joins=joins)
+    return NvlinkExchange(spec, control=control, joins=joins, many=True)
 
 
 class Step:
-    """A pair on fixed tensors; `captured`: as a graph, which holds the addresses of all regions."""
+    """A pair on fixed tensors, and one of many rows; `captured`: as a graph, with the addresses of all regions."""
 
     def __init__(self, exchange: NvlinkExchange, *, captured: bool) -> None:
         self.exchange, self.factors = exchange, factors_of(exchange.spec)
         self.mine = on_gpu(make_inputs(exchange.spec, "max_tokens", 0)[exchange.spec.rank])
-        self.out = torch.empty_like(self.mine[0])
+        self.out, self.many = torch.empty_like(self.mine[0]), torch.empty_like(self.mine[0])
         self.run()
         exchange.synchronize()
         self.graph = None
@@ -57,6 +57,7 @@ class Step:
     def run(self) -> None:
         received = self.exchange.dispatch(*self.mine)
         self.exchange.combine(answer(received, self.factors), received, out=self.out)
+        self.many.copy_(many_rows(self.exchange, self.mine, self.factors))
 
     def sums(self, inputs: Inputs) -> torch.Tensor:
         """Of other inputs; waits for the GPU."""
@@ -65,6 +66,7 @@ class Step:
         self.out.fill_(torch.nan)
         self.run() if self.graph is None else self.graph.replay()
         self.exchange.synchronize()
+        assert_equal(self.many.cpu(), self.out.cpu(), "of many rows")
         return self.out.cpu()
 
     def check_without(self, seeds: range) -> None:
