@@ -42,6 +42,18 @@ START_SECONDS = 300.0
 TOKENS = 8  # of an output
 
 
+def write_shape(folder: Path, shape: str, layers: int = 0, dtype: str = "", context: int = 0) -> Path:
+    """A model without weights: a config.json in benchmarks/shapes, changed. Returns: its folder."""
+    values = json.loads((SHAPES / shape / "config.json").read_text())
+    if layers:
+        values["num_hidden_layers"] = layers
+    if dtype:
+        values["torch_dtype"] = values["dtype"] = dtype
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], context)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
 @asynccontextmanager
 async def serving(options: argparse.Namespace, model: Path) -> AsyncIterator[list[str]]:
     """The addresses of the prefill and the decode server, which start at the same time."""
@@ -163,16 +175,10 @@ def main() -> None:
     parser.add_argument("--logs", action="store_true", help="print the servers' logs")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
-    values = json.loads((SHAPES / options.shape / "config.json").read_text())
-    if options.layers:
-        values["num_hidden_layers"] = options.layers
-    if options.dtype:
-        values["torch_dtype"] = values["dtype"] = options.dtype
     longest = options.prompt + TOKENS
-    values["max_position_embeddings"] = max(values["max_position_embeddings"], longest)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(values))
-        found = asyncio.run(measure(options, Path(folder)))
+        model = write_shape(Path(folder), options.shape, options.layers, options.dtype, longest)
+        found = asyncio.run(measure(options, model))
     table(found)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))

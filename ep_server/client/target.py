@@ -12,6 +12,9 @@ from ep_server.v1 import decode_pb2
 SERVICE: str = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 
+RECONNECT_MS = 5000  # at most, between tries to connect; gRPC's own limit is two minutes
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where a server is and how to reach it. TLS is used where tls_ca is given; paths are PEM files.
@@ -33,6 +36,7 @@ class Target:
     def options(self) -> list[tuple[str, int]]:
         """Channel options."""
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        unlimited += [("grpc.max_reconnect_backoff_ms", RECONNECT_MS)]  # a restarted server is used soon
         if not self.keepalive_seconds:
             return unlimited
         timeout = round(1000 * self.keepalive_timeout_seconds)

@@ -28,6 +28,7 @@ from ep_server.cli.chaos.faults import (
     FaultPlan,
     Faults,
     check_recovers,
+    parent_of,
     settled_pids,
 )
 from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
@@ -50,6 +51,8 @@ class Report:
     differences, errors, left: one line each; left: what the server still holds at the end.
     gaps: the longest one of each sequence during each loss and change, in seconds.
     pauses: of each change, as the server reports them.
+    first_tokens: seconds to the first token of each stream. handed_off: streams whose prompt came from a
+        prefill server. same_tokens: streams with the tokens of the undisturbed run, however scores round.
     memory_mib: of the server, before and after.
     """
 
@@ -65,6 +68,9 @@ class Report:
         default_factory=lambda: {"undisturbed": [], "lost rank": [], "other ranks": [], "change": []}
     )
     pauses: list[float] = field(default_factory=list)
+    first_tokens: dict[str, list[float]] = field(default_factory=lambda: {"undisturbed": [], "losses": []})
+    handed_off: int = 0
+    same_tokens: int = 0
     memory_mib: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -78,8 +84,9 @@ def command(
     kind: Annotated[
         list[FaultKind] | None,
         typer.Option(
-            help="kill (SIGKILL), stall (SIGSTOP), scale (ranks join, leave and are held out) or update (the "
-            "same weights anew). Repeat for several. Default: kill.",
+            help="kill (SIGKILL), stall (SIGSTOP), server (the prefill server is killed; something else must "
+            "start it again), scale (ranks join, leave and are held out) or update (the same weights anew). "
+            "Repeat for several. Default: kill.",
             **PANEL,
         ),
     ] = None,
@@ -109,7 +116,7 @@ def command(
         str,
         typer.Option(
             help="host:port of a prefill server: prompts are handed off from it, and half of the losses are "
-            "its own.",
+            "its own; two thirds with --kind server.",
             **LOAD,
         ),
     ] = "",
@@ -130,6 +137,8 @@ def command(
     shortest, longest = prompt_tokens
     if not 1 <= shortest <= longest:
         raise ConfigError("--prompt-tokens", prompt_tokens, "two numbers from 1, the smaller one first")
+    if FaultKind.SERVER in (kind or ()) and not prefill:
+        raise ConfigError("--kind", FaultKind.SERVER, "used with --prefill")
     plan = FaultPlan(faults, kind or [FaultKind.KILL], together, apart, every, recover_seconds, scale_ranks)
     if prefill and FaultKind.UPDATE in plan.kinds:
         raise ConfigError("--kind", "update", "not given with --prefill: both servers need the same weights")
@@ -179,6 +188,7 @@ async def run(
             asked = [Asked(one.prompt_ids, {**one.fields, "bypass_prefix_cache": True}) for one in asked]
         undisturbed = await asyncio.gather(*(_answer(_direct(client), one) for one in asked))
         expected = [answer.output for answer in undisturbed]
+        report.first_tokens["undisturbed"] = [answer.first_token for answer in undisturbed]
         before = await _memory(client)
         with Bars(Console(stderr=True), lambda text: None) as bars:
             answers = list[Answer]()
@@ -219,9 +229,16 @@ def _direct(client: AsyncClient) -> Ask:
 
 
 def _shares(clients: Sequence[AsyncClient], plan: FaultPlan) -> list[tuple[AsyncClient, FaultPlan]]:
-    """Each server's part of the losses, the first one's not smaller."""
-    rest, most = plan.count // len(clients), -(-plan.count // len(clients))
-    return [(client, replace(plan, count=rest if number else most)) for number, client in enumerate(clients)]
+    """Each server's part of the losses, by its kinds of them: only the prefill server starts again itself."""
+    if len(clients) == 1:
+        return [(clients[0], plan)]
+    kinds = [kind for kind in plan.kinds if kind is not FaultKind.SERVER]
+    first = -(-plan.count * len(kinds) // (len(kinds) + len(plan.kinds)))
+    counts = first, plan.count - first
+    return [
+        (client, replace(plan, count=count, kinds=each))
+        for client, count, each in zip(clients, counts, (kinds, plan.kinds), strict=True)
+    ]
 
 
 async def _all(faults: Sequence[Faults]) -> None:
@@ -250,9 +267,16 @@ async def _round(
             report.errors.append(f"{name}: {answer}")
             continue
         answers.append(answer)
+        report.same_tokens += _ids(answer.output) == _ids(undisturbed)
+        report.first_tokens["losses"].append(answer.first_token)
+        report.handed_off += answer.handed_off and asked[number].fields.get("bypass_prefix_cache", False)
         if _shown(answer.output, asked[number], report) != _shown(undisturbed, asked[number], report):
             report.differences.append(name)
     return answers
+
+
+def _ids(output: Output) -> list[list[int]]:
+    return [each.token_ids for each in output.sequences]
 
 
 def _add_gaps(report: Report, answer: Answer, faults: Faults) -> None:
@@ -277,8 +301,9 @@ def _shown(output: Output, asked: Asked, report: Report) -> Any:
 
 
 async def _answer(ask: Ask, one: Asked) -> Answer:
+    began = time.monotonic()
     stream = await ask(one.prompt_ids, **one.fields)
-    answer = Answer(stream.output)
+    answer = Answer(stream.output, began)
     async for tokens in stream:
         answer.arrivals.setdefault(tokens.index, []).append(time.monotonic())
     return answer
@@ -305,9 +330,8 @@ async def _left(client: AsyncClient) -> list[str]:
 async def _memory(client: AsyncClient) -> float:
     """Resident memory of the ranks and of the process that started them, MiB."""
     pids = list((await settled_pids(client, SETTLE_SECONDS)).values())
-    parent = Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]
     found = 0
-    for pid in (*pids, parent):
+    for pid in (*pids, parent_of(pids[0])):
         with suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             found += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
@@ -336,6 +360,9 @@ def as_dict(report: Report) -> dict[str, Any]:
         "recovery_seconds": quantiles(report.recoveries),
         "pause_seconds": quantiles(report.pauses),
         "longest_gap_seconds": {name: quantiles(values) for name, values in report.gaps.items()},
+        "first_token_seconds": {name: quantiles(values) for name, values in report.first_tokens.items()},
+        "handed_off": report.handed_off,
+        "same_tokens": report.same_tokens,
         "memory_mib": report.memory_mib,
     }
 
@@ -346,9 +373,12 @@ def show(report: Report, console: Console) -> None:
     rule = "to the last bit" if report.exact else "the number of tokens"
     console.print(f"{report.streams} streams in {report.rounds} rounds: {faults}")
     console.print(f"compared with an undisturbed run: {rule}")
+    if report.handed_off:
+        console.print(f"{report.handed_off} prompts were handed off")
     table = Table("seconds", "p50", "p99", "max")
     rows = {"recovery": report.recoveries, "pause of a change": report.pauses}
     rows |= {f"longest gap, {k}": v for k, v in report.gaps.items()}
+    rows |= {f"first token, {k}": v for k, v in report.first_tokens.items()}
     for name, values in rows.items():
         if values:
             table.add_row(name, *(f"{value:.2f}" for value in quantiles(values).values()))

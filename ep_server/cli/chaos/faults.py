@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import cycle
 from pathlib import Path
 
 from ep_server.cli.chaos.changes import Bounds, Changes, bounds_of
@@ -28,11 +29,13 @@ LOOK_SECONDS = 0.05
 class FaultKind(StrEnum):
     """kill: SIGKILL. stall: SIGSTOP; the server must notice the silence and end the process.
 
+    server: SIGKILL of the process that started the ranks; they end with it. Others start the server again.
     scale: other ranks shall serve. update: new weights, the same as before. These lose no rank.
     """
 
     KILL = "kill"
     STALL = "stall"
+    SERVER = "server"
     SCALE = "scale"
     UPDATE = "update"
 
@@ -60,8 +63,9 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """count: losses and changes in all. together: ranks of one loss, `apart` seconds after each other.
+    """count: losses and changes in all, of `kinds` in turn.
 
+    together: ranks of one loss, `apart` seconds after each other.
     every: mean seconds from a recovery to the next loss. recover_seconds: a recovery may take so long.
     scale_ranks: fewest and most that a scale leaves; 0 = as the server is configured.
     """
@@ -83,6 +87,7 @@ class Faults:
         self.done: list[Fault] = []
         self.losses: list[Loss] = []  # that the server has recovered from
         self._client, self._plan, self._draw = client, plan, draw
+        self._turns = cycle(plan.kinds)
         self._stalled: dict[int, str] = {}  # by pid: when the process started
 
     @classmethod
@@ -106,13 +111,13 @@ class Faults:
         for _ in range(self._plan.count):
             await asyncio.sleep(self._draw.expovariate(1 / self._plan.every))
             pids = await settled_pids(self._client, self._plan.recover_seconds)
-            kind = self._draw.choice(self._plan.kinds)
+            kind = next(self._turns)
             if kind is FaultKind.SCALE:
                 await self.changes.scale()
             elif kind is FaultKind.UPDATE:
                 await self.changes.update()
             else:
-                await self._lose_some(pids)
+                await self._lose_some(pids, kind)
         await self.changes.restore()
 
     @property
@@ -120,12 +125,13 @@ class Faults:
         """Losses and changes so far."""
         return len(self.losses) + len(self.changes.done)
 
-    async def _lose_some(self, pids: dict[int, int]) -> None:
+    async def _lose_some(self, pids: dict[int, int], kind: FaultKind) -> None:
+        kinds = [kind] if kind is FaultKind.SERVER else [each for each in self._plan.kinds if each in LOSSES]
         began, together = time.monotonic(), min(self._plan.together, len(pids))
         for number, rank in enumerate(self._draw.sample(sorted(pids), together)):
             if number:
                 await asyncio.sleep(self._plan.apart)
-            self._lose(rank, pids[rank])
+            self._lose(rank, pids[rank], self._draw.choice(kinds))
         lost = frozenset(fault.rank for fault in self.done[-together:])
         await self._recovered({pids[rank] for rank in lost}, began)
         self.losses.append(Loss(lost, began, time.monotonic()))
@@ -137,8 +143,11 @@ class Faults:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    def _lose(self, rank: int, pid: int) -> None:
-        kind = self._draw.choice([kind for kind in self._plan.kinds if kind in LOSSES])
+    def _lose(self, rank: int, pid: int, kind: FaultKind) -> None:
+        if kind is FaultKind.SERVER:
+            pid = parent_of(pid)
+            if pid == 1:
+                raise ConfigError("--kind", kind, "others: nobody can start the first process again")
         started = start_of(pid)
         with suppress(ProcessLookupError):  # another loss took it along
             if kind is FaultKind.STALL and started is not None:
@@ -171,7 +180,13 @@ async def settled_pids(client: AsyncClient, seconds: float) -> dict[int, int]:
     """
     deadline = time.monotonic() + seconds
     while True:
-        info = await client.server_info()
+        try:
+            info = await client.server_info()
+        except Unavailable:  # it is being started again
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(LOOK_SECONDS)
+            continue
         if info.pid_space != pid_space():
             raise ConfigError(
                 "--address", client.target.address, "a server of this machine and pid namespace"
@@ -192,6 +207,11 @@ def start_of(pid: int) -> str | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] == "Z" else fields[19]
     return None
+
+
+def parent_of(rank: int) -> int:
+    """The process that started a rank."""
+    return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 async def check_recovers(client: AsyncClient) -> bool:

@@ -63,10 +63,26 @@ def draw_requests(
 
 @dataclass(slots=True)
 class Answer:
-    """An output, and when each of its sequences got tokens: time.monotonic(), by index."""
+    """An output, and when each of its sequences got tokens, by index.
+
+    asked: when it was asked for. Times are of time.monotonic().
+    """
 
     output: Output
+    asked: float = 0.0
     arrivals: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def first_token(self) -> float:
+        """Seconds until any sequence had one; 0 if none did."""
+        times = [each[0] for each in self.arrivals.values()]
+        return min(times) - self.asked if times else 0.0
+
+    @property
+    def handed_off(self) -> bool:
+        """Whether tokens of the prompt were not computed, though the prefix cache was not used."""
+        finished = self.output.finished
+        return finished is not None and finished.usage.cached_tokens > 0
 
     def gaps(self, began: float = 0.0, ended: float = math.inf) -> list[float]:
         """The longest time without a token that overlaps with these, of each sequence that has one."""

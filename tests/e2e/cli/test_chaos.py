@@ -67,7 +67,7 @@ async def test_losses_change_nothing_until_one_too_many(capfd: pytest.CaptureFix
         assert (
             report["good"]
             and report["exact"]
-            and report["faults"] == {"kill": 2, "stall": 0, "scale": 0, "update": 0}
+            and report["faults"] == {"kill": 2, "stall": 0, "server": 0, "scale": 0, "update": 0}
         )
         assert report["streams"] == 7 * report["rounds"] and len(report["recovery_seconds"]) == 3
         assert report["longest_gap_seconds"]["lost rank"] and not report["left"]
@@ -180,7 +180,8 @@ def test_every_kind_of_request_is_asked() -> None:
 
 
 def test_gaps_are_those_that_overlap_a_loss() -> None:
-    answer = Answer(Output(), {0: [1.0, 2.0, 5.0, 6.5], 1: [1.0, 1.5]})
+    answer = Answer(Output(), 0.5, {0: [1.0, 2.0, 5.0, 6.5], 1: [1.0, 1.5]})
+    assert answer.first_token == 0.5
     assert answer.gaps() == [3.0, 0.5]
     assert answer.gaps(2.5, 2.6) == [3.0]
     assert answer.gaps(1.2, 1.4) == [1.0, 0.5]
