@@ -139,11 +139,13 @@ async def measure(options: argparse.Namespace, model: Path) -> dict[str, list[fl
             times["one by one"], tokens["one by one"], later = await first_token(stream, since)
             most = options.prompt - 1
             if {cached, later} != {most}:
-                raise SystemExit(f"{cached} and {later} of {most} tokens were handed off")
+                print(f"{number}: {cached} and {later} of {most} tokens were handed off", flush=True)
+                continue
             same = [tokens[name] == tokens["plain"] for name in ("hand-off", "one by one")]
             if not all(same) and options.device == "cpu":
                 raise SystemExit(f"tokens differ: {tokens}")
-            print(number, {name: round(value, 4) for name, value in times.items()}, "same tokens:", same)
+            shown = {name: round(value, 4) for name, value in times.items()}
+            print(number, shown, "same tokens:", same, flush=True)
             if number:
                 for name, value in times.items():
                     found[name].append(value)
@@ -151,6 +153,8 @@ async def measure(options: argparse.Namespace, model: Path) -> dict[str, list[fl
 
 
 def table(found: dict[str, Sequence[float]]) -> None:
+    if not found["hand-off"]:
+        raise SystemExit("no prompt was handed off: see --logs")
     base = statistics.median(found["prefill alone"])
     print(
         f"{'from the call to the first token':<34}{'median, s':>10}{'least':>9}{'most':>9}{'/ prefill':>11}"

@@ -69,12 +69,15 @@ class KvRows(Protocol):
         """Parts of a row, those of each layer one after the other."""
         ...
 
-    def plan_step(self) -> None:
-        """A step was planned: written() is 0 until it runs. Called in the thread of the steps."""
+    def plan_step(self) -> int:
+        """A step was planned. Returns: its number. Called in the thread of the steps."""
         ...
 
-    def written(self) -> int:
-        """Leading parts of its rows that the step in progress has written so far; 0 if that is unknown."""
+    def written(self, step: int) -> int:
+        """Leading parts of its rows that a step has written so far; 0 if that is unknown.
+
+        As soon as there are any, earlier steps have written all of theirs.
+        """
         ...
 
     def mark(self) -> Any:
@@ -86,16 +89,27 @@ class KvRows(Protocol):
         ...
 
     def attach(self, kind: Kind, rows: int, count: int, descriptor: int) -> Slots:
-        """The slots that another rank offered for at most so many rows. Raises: OSError, RuntimeError."""
+        """The slots that another rank offered for at most so many rows. Raises: OSError, RuntimeError.
+
+        If memory of this kind is never reached, `kind` is another one from then on.
+        """
         ...
 
-    def read(self, places: Sequence[int], parts: slice, slots: Any, slot: int) -> None:
-        """Copies some parts of rows, which are computed, into a slot of offer()."""
+    def read(self, places: torch.Tensor, parts: slice, slots: Any, slot: int) -> None:
+        """Copies some parts of rows, which are computed, into a slot of offer(). places: [rows] int64."""
         ...
 
-    def write(self, places: Sequence[int], parts: slice, slots: Any, slot: int, after: Any) -> None:
+    def write(self, places: torch.Tensor, parts: slice, slots: Any, slot: int, after: Any) -> None:
         """Copies a slot of attach() or offer() into rows; done on return. after: from mark()."""
         ...
+
+
+def places_of(blocks: Sequence[int], block_size: int, first: int, count: int) -> torch.Tensor:
+    """Where the rows `first` to `first + count` of a table lie: [count] int64, on the host."""
+    begin = first // block_size
+    used = torch.tensor(blocks[begin : (first + count - 1) // block_size + 1], dtype=torch.int64)
+    rows = torch.arange(first - begin * block_size, first - begin * block_size + count)
+    return used[rows // block_size] * block_size + rows % block_size
 
 
 class HostSlots:
@@ -149,13 +163,13 @@ class CpuRows:
     def warm_up(self) -> None:
         """Nothing is compiled here."""
 
-    def plan_step(self) -> None:
+    def plan_step(self) -> int:
         """As KvRows.plan_step."""
-        self._progress.begin()
+        return self._progress.plan_step()
 
-    def written(self) -> int:
+    def written(self, step: int) -> int:
         """As KvRows.written."""
-        return self._progress.layers * self._of_layer
+        return self._progress.layers_of(step) * self._of_layer
 
     def mark(self) -> None:
         """Steps have ended when they return."""
@@ -168,19 +182,19 @@ class CpuRows:
         """As KvRows.attach."""
         return HostSlots(kind, rows, count, self.row_bytes, descriptor)
 
-    def read(self, places: Sequence[int], parts: slice, slots: HostSlots, slot: int) -> None:
+    def read(self, places: torch.Tensor, parts: slice, slots: HostSlots, slot: int) -> None:
         """As KvRows.read."""
-        chosen, index = self._parts[parts], torch.tensor(places)
+        chosen = self._parts[parts]
         rows = self._cut(slots, slot, len(places), len(chosen))
         for number, part in enumerate(chosen):
-            rows[:, number] = part.index_select(0, index)
+            rows[:, number] = part.index_select(0, places)
 
-    def write(self, places: Sequence[int], parts: slice, slots: HostSlots, slot: int, after: Any) -> None:
+    def write(self, places: torch.Tensor, parts: slice, slots: HostSlots, slot: int, after: Any) -> None:
         """As KvRows.write."""
-        chosen, index = self._parts[parts], torch.tensor(places)
+        chosen = self._parts[parts]
         rows = self._cut(slots, slot, len(places), len(chosen))
         for number, part in enumerate(chosen):
-            part.index_copy_(0, index, rows[:, number])
+            part.index_copy_(0, places, rows[:, number])
 
     def _cut(self, slots: HostSlots, slot: int, rows: int, parts: int) -> torch.Tensor:
         return slots.tensor(slot, rows * parts * self._part_bytes).view(rows, parts, self._part_bytes)

@@ -381,6 +381,16 @@ class HandoffConfig:
     )
     silence_seconds: float = option(5.0, "The same if the other server says nothing.", low=0.1, high=600)
 
+    @property
+    def sends(self) -> bool:
+        """Other servers may fetch blocks from this one."""
+        return self.role in ("prefill", "both")
+
+    @property
+    def fetches(self) -> bool:
+        """This server may fetch blocks from others."""
+        return self.role in ("decode", "both")
+
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:

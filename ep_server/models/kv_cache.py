@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -34,25 +35,58 @@ class KvLayer:
             self.v.flatten(0, 1).index_copy_(0, slots, v)
 
 
-class LayerProgress:
-    """How many layers of a step have written their keys and values. The thread of the steps counts.
+class StepProgress(Protocol):
+    """How many layers of a step have written their keys and values."""
 
-    layers: any thread may read it. It grows during a step, and is 0 before the next one is planned.
-    """
-
-    def __init__(self) -> None:
-        self.layers = 0
-        self._micro_batches, self._written = 1, 0
+    def plan_step(self) -> int:
+        """A step was planned and is launched next, if at all. Returns: its number."""
+        ...
 
     def begin(self, micro_batches: int = 1) -> None:
-        """A step begins, or is about to."""
-        self.layers, self._micro_batches, self._written = 0, micro_batches, 0
+        """The step planned last begins."""
+        ...
 
     def written(self, layer: int) -> None:
-        """A micro-batch has written this layer. They take turns: no one is a whole layer ahead."""
+        """A micro-batch of the step has written this layer."""
+        ...
+
+    def layers_of(self, step: int) -> int:
+        """Leading layers that are written; all rows of earlier steps are then too. 0 if that is unknown.
+
+        Any thread may ask.
+        """
+        ...
+
+
+class LayerProgress:
+    """Of steps that have ended when the next one is planned. The thread of the steps counts."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._at = 0, 0  # step, layers
+        self._micro_batches, self._written = 1, 0
+
+    def plan_step(self) -> int:
+        """As StepProgress.plan_step."""
+        self._step += 1
+        self.begin()
+        return self._step
+
+    def begin(self, micro_batches: int = 1) -> None:
+        """As StepProgress.begin."""
+        self._at = self._step, 0
+        self._micro_batches, self._written = micro_batches, 0
+
+    def written(self, layer: int) -> None:
+        """As StepProgress.written. Micro-batches take turns: no one is a whole layer ahead."""
         self._written += 1
         if self._written % self._micro_batches == 0:
-            self.layers = layer + 1
+            self._at = self._step, layer + 1
+
+    def layers_of(self, step: int) -> int:
+        """As StepProgress.layers_of."""
+        current, layers = self._at
+        return layers if current == step else 0
 
 
 class KvCache:
@@ -67,7 +101,7 @@ class KvCache:
         device: torch.device | None = None,
     ) -> None:
         self.blocks, self.block_size = blocks, block_size
-        self.progress = LayerProgress()
+        self.progress: StepProgress = LayerProgress()
         device = device or torch.device("cpu")
         self.layers = tuple(_layer(spec, blocks, block_size, dtype, device) for _ in range(spec.num_layers))
 

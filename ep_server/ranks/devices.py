@@ -129,6 +129,7 @@ class CudaDevice:
             and (exchange.capabilities.graph_safe or exchange.spec.local_only),
             overlap=overlap_mode(self._config, exchange.spec.num_ranks),
             timed_every=self._config.metrics.device_phases,
+            layer_progress=self._config.handoff.sends,
         )
         chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         blocks = kv_blocks_on(self.device, model, plan)

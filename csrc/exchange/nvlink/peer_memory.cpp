@@ -49,6 +49,17 @@ void require(int device, CUdevice_attribute attribute, const char* what) {
   if (value == 0) throw std::runtime_error("GPU " + std::to_string(device) + " has no " + what);
 }
 
+// On a stream of its own: a step may be running, which nothing here needs to wait for.
+void zero(void* data, uint64_t bytes) {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  const cudaError_t begun = cudaMemsetAsync(data, 0, bytes, stream);
+  const cudaError_t ended = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(begun, "cudaMemset");
+  check(ended, "cudaStreamSynchronize");
+}
+
 uint64_t whole(int device, uint64_t bytes) {
   const CUmemAllocationProp prop = properties(device);
   size_t granularity = 0;
@@ -72,8 +83,7 @@ std::unique_ptr<Region> Region::create(int device, uint64_t bytes) {
         std::to_string(region->bytes_) + " bytes for the exchange on GPU " + std::to_string(device));
   region->reserve_addresses();
   region->map(device);
-  check(cudaMemset(region->data(), 0, region->bytes_), "cudaMemset");
-  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  zero(region->data(), region->bytes_);
   return region;
 }
 

@@ -10,6 +10,7 @@ from ep_server.backends.assembly import TORCH, RankModel
 from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
 from ep_server.backends.gpu.graphs import GraphKey, captured_keys
+from ep_server.backends.gpu.layer_progress import DeviceProgress
 from ep_server.backends.gpu.memory import Room
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
@@ -26,6 +27,7 @@ class GpuPlan:
 
     overlap: on, off or auto; whether steps of two micro-batches are captured too.
     timed_every: of so many steps the phases of one are timed on the device; 0 = none.
+    layer_progress: the cache tells which layers a prompt's step has written.
     """
 
     kv_blocks: int
@@ -36,6 +38,7 @@ class GpuPlan:
     graphs: bool = True
     overlap: str = "off"
     timed_every: int = 0
+    layer_progress: bool = False
 
 
 def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
@@ -68,6 +71,8 @@ def gpu_runner(
     """
     device = model.compute.device
     cache = KvCache(model.spec, kv_blocks, plan.block_size, TORCH[model.kv_dtype], device)
+    if plan.layer_progress:
+        cache.progress = DeviceProgress(device, len(cache.layers))
     params = DecoderParams(
         model.spec,
         model.weights,

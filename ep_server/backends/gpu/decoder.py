@@ -67,6 +67,7 @@ class Pass:
     drawn: [..] int64, tokens drawn by the last step; StepTensors.sources indexes them.
     most: the largest micro-batch on any rank, in rows. rows: how they are sent. lap: ends a phase.
     side: where shared experts may run concurrently; None = on the step's own stream.
+    counted: the cache's progress counts the layers whose keys and values are written.
     """
 
     drawn: torch.Tensor
@@ -74,6 +75,7 @@ class Pass:
     rows: Rows
     lap: Lap
     side: SideStream | None = None
+    counted: bool = False
 
 
 class GpuDecoder:
@@ -87,7 +89,7 @@ class GpuDecoder:
     def __init__(self, params: DecoderParams, kernels: DecodeKernels | None = None) -> None:
         self._spec, self._weights = params.spec, params.weights
         device = params.compute.device
-        self._kv = paged_layers(params)
+        self._kv, self._progress = paged_layers(params), params.kv_cache.progress
         table = rotation_table(params.spec.rope, params.max_context)
         self._table = torch.view_as_real(table).contiguous().to(device)
         attention, longest = params.spec.attention, len(table)
@@ -114,6 +116,8 @@ class GpuDecoder:
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
         for index, (layer, after) in enumerate(zip(weights.layers, norms, strict=True)):
             branch: Branch = self._attention(x, index, at) if step.tokens else x
+            if on.counted:
+                self._progress.written(index)
             block = self._moe[index]
             x = add_norm(branch, residual, layer.ffn_norm, eps)
             on.lap(Phase.ATTENTION)

@@ -29,6 +29,10 @@ class GraphKey(NamedTuple):
     timed: bool = False
     normal: bool = False
 
+    def has_prompts(self, sequences: int) -> bool:
+        """Whether it may run prompts, in one piece. sequences: at once."""
+        return self.micro_batches == 1 and not 0 < self.bucket <= sequences
+
 
 Work = Callable[[GraphKey], torch.Tensor]
 # Rows of a step -> whether it uses the exchange of many rows; maybe both are possible.

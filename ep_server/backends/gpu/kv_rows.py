@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -55,7 +55,10 @@ class DeviceSlots:
 
 
 class GpuRows:
-    """As backends.kv_rows.CpuRows. Each direction has a stream and a buffer of its own, used in turn."""
+    """As backends.kv_rows.CpuRows. Each direction has a stream and a buffer of its own, used in turn.
+
+    Rows leave on a stream of high priority: a few small kernels beside those of a prefill.
+    """
 
     def __init__(self, cache: KvCache, device: torch.device) -> None:
         self.block_size, self._device = cache.block_size, device
@@ -63,22 +66,27 @@ class GpuRows:
         self._parts, self._part_bytes = parts, parts[0].shape[1] // cache.block_size
         self.parts, self.row_bytes = len(parts), len(parts) * self._part_bytes
         self._addresses = torch.tensor([part.data_ptr() for part in parts], device=device)
-        self._out, self._in = _Direction(device), _Direction(device)
+        self._progress, self._of_layer = cache.progress, self.parts // len(cache.layers)
+        self._out, self._in = _Direction(device, priority=-1), _Direction(device)
         self._offers = threading.BoundedSemaphore(MOST_OFFERS)
         self.kind = Kind.DEVICE if device.type == "cuda" and native_built() else Kind.SHARED
 
     def warm_up(self) -> None:
         """As KvRows.warm_up: compiles the kernels."""
-        slots = self.offer(Kind.PRIVATE, 1, 1)
-        self.read([0], slice(None), slots, 0)
-        self.write([0], slice(None), slots, 0, self.mark())
+        slots, first = self.offer(Kind.PRIVATE, 1, 1), torch.zeros(1, dtype=torch.int64)
+        for start in range(
+            min(self.parts, 2)
+        ):  # a table of addresses that begins at an odd one is another kernel
+            self.read(first, slice(start, None), slots, 0)
+            self.write(first, slice(start, None), slots, 0, self.mark())
 
-    def plan_step(self) -> None:
-        """The device runs steps behind this thread's back: what they have written is unknown."""
+    def plan_step(self) -> int:
+        """As KvRows.plan_step."""
+        return self._progress.plan_step()
 
-    def written(self) -> int:
+    def written(self, step: int) -> int:
         """As KvRows.written."""
-        return 0
+        return self._progress.layers_of(step) * self._of_layer
 
     def mark(self) -> torch.cuda.Event:
         """As KvRows.mark."""
@@ -99,7 +107,7 @@ class GpuRows:
         return HostSlots(min(kind, Kind.SHARED), rows, count, self.row_bytes)
 
     def attach(self, kind: Kind, rows: int, count: int, descriptor: int) -> HostSlots | DeviceSlots:
-        """As KvRows.attach. Where GPUs cannot reach each other, the next one goes through host memory."""
+        """As KvRows.attach. Where GPUs cannot reach each other, rows go through host memory."""
         if kind is not Kind.DEVICE:
             return HostSlots(kind, rows, count, self.row_bytes, descriptor)
         try:
@@ -108,12 +116,12 @@ class GpuRows:
             self.kind = Kind.SHARED
             raise
 
-    def read(self, places: Sequence[int], parts: slice, slots: HostSlots | DeviceSlots, slot: int) -> None:
-        """As KvRows.read. The steps that computed them have ended: their tokens were collected."""
+    def read(self, places: torch.Tensor, parts: slice, slots: HostSlots | DeviceSlots, slot: int) -> None:
+        """As KvRows.read. The kernels that computed them have ended: the host saw their count, or tokens."""
         with self._out.lock, torch.cuda.device(self._device), torch.cuda.stream(self._out.stream):
-            addresses = self._addresses[parts]
+            addresses, index = self._addresses[parts], places.to(self._device)
             for first, buffer in self._pieces(len(places), len(addresses), self._out):
-                gather_blocks(addresses, self._index(places[first : first + len(buffer)]), buffer)
+                gather_blocks(addresses, index[first : first + len(buffer)], buffer)
                 at = first * buffer[0].numel()
                 if isinstance(slots, HostSlots):
                     slots.tensor(slot, at + buffer.numel())[at:].copy_(buffer.view(-1))
@@ -122,19 +130,19 @@ class GpuRows:
             self._out.stream.synchronize()
 
     def write(
-        self, places: Sequence[int], parts: slice, slots: HostSlots | DeviceSlots, slot: int, after: Any
+        self, places: torch.Tensor, parts: slice, slots: HostSlots | DeviceSlots, slot: int, after: Any
     ) -> None:
         """As KvRows.write."""
         with self._in.lock, torch.cuda.device(self._device), torch.cuda.stream(self._in.stream):
             self._in.stream.wait_event(after)
-            addresses = self._addresses[parts]
+            addresses, index = self._addresses[parts], places.to(self._device)
             for first, buffer in self._pieces(len(places), len(addresses), self._in):
                 at = first * buffer[0].numel()
                 if isinstance(slots, HostSlots):
                     buffer.view(-1).copy_(slots.tensor(slot, at + buffer.numel())[at:])
                 else:
                     self._move(slots.address(slot) + at, buffer, gather=True)
-                scatter_blocks(addresses, self._index(places[first : first + len(buffer)]), buffer)
+                scatter_blocks(addresses, index[first : first + len(buffer)], buffer)
             self._in.stream.synchronize()
 
     def _move(self, address: int, buffer: torch.Tensor, *, gather: bool) -> None:
@@ -146,29 +154,26 @@ class GpuRows:
 
     def _pieces(self, count: int, parts: int, direction: _Direction) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, buffer for the rows from there on: [rows, parts, bytes]) of `count` rows."""
-        most = max(1, DEVICE_SLOT_BYTES // self.row_bytes)
-        buffer = direction.buffer(most * self.row_bytes)
+        whole = max(1, DEVICE_SLOT_BYTES // self.row_bytes)
+        buffer, most = direction.buffer(whole * self.row_bytes), whole * self.parts // parts
         for first in range(0, count, most):
             rows = min(most, count - first)
             size = rows * parts * self._part_bytes
             yield first, buffer[:size].view(rows, parts, self._part_bytes)
 
-    def _index(self, places: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(places, dtype=torch.int64).to(self._device)
-
 
 class _Direction:
     """A stream and a buffer, made when they are first used."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.lock = threading.Lock()
-        self._device = device
+        self._device, self._priority = device, priority
         self._buffer: torch.Tensor | None = None
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
         """Beside that of the steps."""
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self._device, self._priority)  # type: ignore[no-untyped-call]
 
     def buffer(self, size: int) -> torch.Tensor:
         """Of this size, which is always the same."""

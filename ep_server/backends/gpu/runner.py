@@ -220,20 +220,19 @@ class GpuRunner:
             for given, part, size in zip(self._inputs, parts, sizes, strict=False)
         ]
         key = self._key(bucket, micro_batches, normal)
+        self._params.kv_cache.progress.begin(micro_batches)
         scorers = [None if bucket else PromptScorer.of(ordered(part)) for part in parts]
         logits = self.graphs.replay(key)[: len(pieces)] if bucket else self._forward(steps, key, scorers)
         self._places = {}
         order = [s.number for s in batch.slices if s.sample]
         launched = Launched(order, [scorer for scorer in scorers if scorer is not None])
-        waiting = list[int]()
-        if len(self._masks):
-            waiting = [row for row, piece in enumerate(pieces) if piece.number in self._masks]
+        masked = pieces if len(self._masks) else []
+        waiting = [row for row, piece in enumerate(masked) if piece.number in self._masks]
         decode = 0 < bucket <= self._inputs[0].shape.sequences
         if waiting:
             computed = torch.cuda.current_stream().record_event() if self._arrived else None
             launched.waiting = Waiting(pieces, waiting, logits, computed, key.timed, decode)
-            free = [row for row in range(len(pieces)) if row not in waiting]
-            if free:
+            if free := [row for row in range(len(pieces)) if row not in waiting]:
                 self._draw(launched, pieces, free, logits)
             return launched
         self._draw(launched, pieces, range(len(pieces)), logits)
@@ -362,7 +361,8 @@ class GpuRunner:
         rows, side = self._rows.many if key.normal else self._rows.one, self._side
         if key.micro_batches > 1:  # transfers run beside, and the other half beside them
             rows, side = self._rows.two, None
-        on = Pass(self._drawn, most, rows, self._clock.lap if key.timed else no_lap, side)
+        counted = key.has_prompts(self._inputs[0].shape.sequences)
+        on = Pass(self._drawn, most, rows, self._clock.lap if key.timed else no_lap, side, counted)
         pairs = zip_longest(steps, scorers)
         hidden = interleave([self._decoder.forward(step, on, scorer) for step, scorer in pairs])
         self._decoder.experts.finish()

@@ -10,7 +10,6 @@ from ep_server.ranks.handoff.importer import KvImporter
 from ep_server.scheduler.handoffs import Handoffs
 
 LOOK_SECONDS = 0.5  # of a parked rank that holds blocks
-SENDS, FETCHES = ("prefill", "both"), ("decode", "both")
 
 
 class HandoffDesk:
@@ -28,14 +27,14 @@ class HandoffDesk:
         exporter = importer = None
         if config.role != "none":
             rows.warm_up()
-        if config.role in SENDS:
+        if config.sends:
             port = config.port + rank if config.port else 0
             try:
                 exporter = KvExporter(rows, config.host, port, config.hold_seconds, config.silence_seconds)
             except OSError as error:
                 where = f"{config.host}:{port} for rank {rank}"
                 raise StartupError(f"handoff.host: cannot listen on {where}: {error}") from error
-        if config.role in FETCHES:
+        if config.fetches:
             importer = KvImporter(rows, config.timeout_seconds, config.silence_seconds)
         return cls(handoffs, exporter, importer)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots
+from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots, places_of
 from ep_server.ranks.handoff.wire import (
     DONE,
     NOTHING,
@@ -48,9 +48,13 @@ MAX_READERS = 64
 
 @dataclass(slots=True, eq=False)
 class _Shown:
-    """One export. gone: why it may not be read any more. until: when it expires; None while it runs."""
+    """One export. gone: why it may not be read any more. until: when it expires; None while it runs.
+
+    step: the one that writes its last planned rows.
+    """
 
     export: KvExport
+    step: int
     until: float | None = None
     gone: str = ""
     fetched: bool = False
@@ -67,7 +71,7 @@ class KvExporter:
         self._ended: OrderedDict[bytes, str] = OrderedDict()  # key -> why
         self._changed = threading.Condition()
         self._readers = threading.Semaphore(MAX_READERS)
-        self._sent = self._handoffs = self._steps = 0
+        self._sent = self._handoffs = self._step = 0
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._tcp = socket.create_server((host, port), family=family, backlog=MAX_READERS)
@@ -83,8 +87,7 @@ class KvExporter:
     def show(self, exports: Iterable[KvExport], *, step: bool = False) -> None:
         """What may be read from now on, and nothing else is. step: one was planned, which begins after it."""
         if step:
-            self._steps += 1
-            self._rows.plan_step()  # before a reader can know what it will compute
+            self._step = self._rows.plan_step()  # before a reader can know what it will compute
         now, listed = time.monotonic(), {export.key: export for export in exports}
         if not listed and not self._shown:
             return
@@ -92,9 +95,10 @@ class KvExporter:
             for key in self._shown.keys() - listed.keys():
                 self._end(key, "the blocks were given up or the request was cancelled")
             for key, export in listed.items():
-                shown = self._shown.setdefault(key, _Shown(export))
+                shown = self._shown.setdefault(key, _Shown(export, self._step))
                 if shown.export != export:
                     with shown.reading:
+                        shown.step = self._step if export.planned > shown.export.planned else shown.step
                         shown.export = export
                 if export.held and shown.until is None:
                     shown.until = now + self._hold_seconds
@@ -238,21 +242,19 @@ class KvExporter:
                 raise HandoffError(shown.gone)
             rows = moved.next(*self._ready(shown), slots.rows, slot)
             if rows is not None:
-                blocks, size = shown.export.blocks, self._rows.block_size
-                numbers = range(rows.first, rows.first + rows.count)
-                places = [blocks[n // size] * size + n % size for n in numbers]
+                places = places_of(shown.export.blocks, self._rows.block_size, rows.first, rows.count)
                 self._rows.read(places, slice(rows.part, rows.part + rows.parts), slots, slot)
             return rows
 
     def _ready(self, shown: _Shown) -> tuple[int, int, int]:
-        """(tokens computed, tokens of the step in progress too, leading parts of these that are written)."""
-        export = shown.export  # before written(): that belongs to this step, or a later one
-        return export.tokens, export.planned, self._rows.written()
+        """(tokens computed, tokens of the steps in flight too, leading parts of these that are written)."""
+        export = shown.export  # before its step, which is set first: of these rows, or of later ones
+        return export.tokens, export.planned, self._rows.written(shown.step)
 
     def _await(self, line: Line, shown: _Shown, moved: Moved) -> None:
         """Waits until there is something to send. Raises: HandoffError, also where no step runs."""
         told = stepped = time.monotonic()
-        at = self._steps, self._rows.written()
+        at = self._step, self._rows.written(self._step)
         while True:
             with self._changed:
                 if shown.gone:
@@ -261,7 +263,7 @@ class KvExporter:
                     return
                 runs = shown.export.planned > shown.export.tokens
                 self._changed.wait(LAYER_SECONDS if runs else KEEPALIVE_SECONDS)
-            now, was, at = time.monotonic(), at, (self._steps, self._rows.written())
+            now, was, at = time.monotonic(), at, (self._step, self._rows.written(self._step))
             stepped = now if at != was else stepped
             if now - stepped > self._silence:  # another rank was lost: computing it elsewhere takes less time
                 raise HandoffError(f"the rank ran no step for {self._silence:g} s")

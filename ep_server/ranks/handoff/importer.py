@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots
+from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots, places_of
 from ep_server.ranks.handoff.wire import (
     DONE,
     SLOTS,
@@ -107,7 +107,8 @@ class KvImporter:
         source, complete = each.fetch.source, False
         try:
             with torch.inference_mode():
-                self._fetch(each)
+                if not self._fetch(each):
+                    self._fetch(each)
             complete = True
         except HandoffError as error:
             if not each.dropped:
@@ -130,16 +131,22 @@ class KvImporter:
                 line.put(Hello(fetch.source.key, 0, 0, self._rows.row_bytes, Kind.PRIVATE).pack())
                 receive_answer(line)
 
-    def _fetch(self, each: _Fetching) -> None:
-        """Raises: HandoffError."""
-        fetch = each.fetch
+    def _fetch(self, each: _Fetching) -> bool:
+        """Returns: False if this must begin again, with memory of another kind. Raises: HandoffError."""
+        fetch, best = each.fetch, self._rows.kind
         end = fetch.first + fetch.tokens
         line, local = connect(fetch.source.address, fetch.source.local, self._silence)
         line.until = each.began + self._timeout
         with closing(line):
-            kind = self._rows.kind if local else Kind.PRIVATE
+            kind = best if local else Kind.PRIVATE
             line.put(Hello(fetch.source.key, fetch.first, end, self._rows.row_bytes, kind).pack())
-            slots = self._slots(line, end - fetch.first, local=local)
+            try:
+                slots = self._slots(line, end - fetch.first, local=local)
+            except HandoffError as error:
+                if self._rows.kind is best:
+                    raise
+                log.warning("KV goes through host memory from now on: %s", error)
+                return False
             moved = Moved(fetch.first, end, self._rows.parts)
             while not moved.complete:
                 rows = Rows.receive(line)
@@ -151,6 +158,7 @@ class KvImporter:
                     self._take(each, line, rows, slots, moved)
                     line.put(TAKEN)
             line.put(DONE)
+            return True
 
     def _slots(self, line: Line, rows: int, *, local: bool) -> Slots:
         """Where the rows will lie. Raises: HandoffError."""
@@ -171,9 +179,8 @@ class KvImporter:
         if isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
             size = rows.count * rows.parts * self._rows.row_bytes // self._rows.parts
             line.fill(slots.host(rows.slot, size))
-        fetch, size = each.fetch, self._rows.block_size
-        start = rows.first - fetch.first
-        places = [fetch.blocks[n // size] * size + n % size for n in range(start, start + rows.count)]
+        fetch, start = each.fetch, rows.first - each.fetch.first
+        places = places_of(fetch.blocks, self._rows.block_size, start, rows.count)
         parts = slice(rows.part, rows.part + rows.parts)
         with each.writing:
             if each.dropped:

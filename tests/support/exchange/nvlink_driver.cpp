@@ -90,8 +90,10 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** to, unsign
 const char* cudaGetErrorString(cudaError_t) { return "invalid device ordinal"; }
 cudaError_t cudaSetDevice(int) { return refused == "cudaSetDevice" ? cudaErrorInvalidDevice : cudaSuccess; }
 cudaError_t cudaFree(void*) { return cudaSuccess; }
-cudaError_t cudaMemset(void*, int, size_t) { return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 }
 
 int main(int, char** argv) {

@@ -14,6 +14,7 @@ from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
+from ep_server.backends.gpu.layer_progress import DeviceProgress
 from ep_server.backends.gpu.moe.rows import PlainRows, Rows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner, Launched
 from ep_server.backends.gpu.step_input import InputShape, StepTensors
@@ -51,11 +52,13 @@ def gpu_runner(
     check: Callable[[], None] = lambda: None,
     kernels: DecodeKernels | None = None,
     rows: Rows | None = None,
+    progress: DeviceProgress | None = None,
 ) -> GpuRunner:
     experts = read_spec(path).router.num_experts
     model = load_model(LoadParams(str(path), 0, (0,) * experts, "float32", compute=TorchCompute(DEVICE)))
     exchange = ReferenceExchange(exchange_spec(model, 0, 1, (0,) * experts, TOKENS))
     cache = KvCache(model.spec, BLOCKS, BLOCK, torch.float32, DEVICE)
+    cache.progress = progress or cache.progress
     params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
     rows = rows or PlainRows(exchange)

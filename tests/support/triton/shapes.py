@@ -31,6 +31,7 @@ from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv
 from ep_server.backends.gpu.kernels.triton.paged_decode import Workspace, decode
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
 from ep_server.backends.gpu.kernels.triton.partial import Partial
+from ep_server.backends.gpu.kernels.triton.progress import count_layer
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.backends.gpu.kernels.triton.router import Choice, Drawn, route
 from ep_server.backends.gpu.kernels.triton.sampling import sample
@@ -203,6 +204,10 @@ def stamping() -> None:
     stamps.record_times(step, step, counts)
 
 
+def counting_layers() -> None:
+    count_layer(meta(1, dtype=I64), meta(1, dtype=I64))
+
+
 def small_float32() -> None:
     """Checkpoints of tests, in which greedy tokens are compared with transformers'."""
     count = meta(1, dtype=I32)
@@ -256,7 +261,7 @@ def moving_blocks() -> None:
 PARTS = (
     moving_blocks,
     ends_of_steps, local_rows, norms, rotations, partial_sums, decoding, prefilling, routing, grouped,
-    sampling, stamping, small_float32,
+    sampling, stamping, counting_layers, small_float32,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from ep_server.backends.gpu import kv_rows
 from ep_server.backends.gpu.kv_rows import DeviceSlots, GpuRows
 from ep_server.backends.kv_rows import Kind
+from ep_server.models.kv_cache import LayerProgress
 
 pytestmark = pytest.mark.gpu
 BLOCKS, SIZE, WIDTH, PARTS, ROWS = 32, 16, 1024, 6, 200
@@ -21,6 +22,7 @@ class Cache:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.blocks, self.block_size = BLOCKS, SIZE
+        self.layers, self.progress = range(PARTS // 2), LayerProgress()
         made = torch.Generator(device=device).manual_seed(seed)
         shape = (BLOCKS, SIZE * WIDTH)
         self.tensors = [
@@ -30,7 +32,7 @@ class Cache:
     def parts(self) -> list[torch.Tensor]:
         return self.tensors
 
-    def rows(self, places: list[int]) -> torch.Tensor:
+    def rows(self, places: list[int] | torch.Tensor) -> torch.Tensor:
         return torch.cat([part.view(-1, WIDTH)[places] for part in self.tensors], 1).cpu()
 
 
@@ -48,7 +50,7 @@ def test_rows_move_between_two_caches(kind: Kind, monkeypatch: pytest.MonkeyPatc
     if offered.descriptor >= 0:
         attached = fetcher.attach(kind, ROWS, 2, os.dup(offered.descriptor))
     order = torch.randperm(BLOCKS * SIZE, generator=torch.Generator().manual_seed(3)).tolist()
-    sources, places = order[:ROWS], order[-ROWS:]
+    sources, places = torch.tensor(order[:ROWS]), torch.tensor(order[-ROWS:])
     before = here.rows(order[:-ROWS])
     with torch.cuda.device(last):
         torch.cuda._sleep(100_000_000)
