@@ -56,12 +56,14 @@ class Shard:
 
     async def start(self, role: str, line: Sequence[str], environment: dict[str, str]) -> Any:
         """`ep-server` with these arguments, on this shard's cores."""
-        cores = ",".join(map(str, self.cores))
         with self.log(role).open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                "taskset", "-c", cores, sys.executable, "-m", "ep_server", *line,
-                stdout=asyncio.subprocess.PIPE if role == "chaos" else log, stderr=log, env=environment,
-            )  # fmt: skip
+                *(sys.executable, "-m", "ep_server", *line),
+                stdout=asyncio.subprocess.PIPE if role == "chaos" else log,
+                stderr=log,
+                env=environment,
+                preexec_fn=lambda: os.sched_setaffinity(0, self.cores),
+            )
 
 
 def serve_line(options: argparse.Namespace, shard: Shard, role: str) -> list[str]:
@@ -87,8 +89,14 @@ def serve_line(options: argparse.Namespace, shard: Shard, role: str) -> list[str
             "parallel-threads-per-rank": 1,
             "scheduler-max-step-tokens": 32,
         }
-    elif not options.model:
-        settings["load-format"] = "dummy"
+    else:
+        settings |= {
+            "model-max-context": max(options.prompt) + options.new_tokens,
+            "scheduler-kv-blocks": options.streams * (max(options.prompt) + options.new_tokens) // 8,
+            "scheduler-max-running": 2 * options.streams,
+            "scheduler-max-step-tokens": 2048,
+        }
+        settings |= {} if options.model else {"load-format": "dummy"}
     return ["serve", *(f"--{name}={value}" for name, value in settings.items()), *options.set]
 
 
@@ -246,19 +254,24 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--shards", type=int, default=1, help="pairs of servers beside each other")
     parser.add_argument("--streams", type=int, default=12, help="of a shard at once")
-    parser.add_argument("--prompt", type=int, nargs=2, default=(16, 180), help="fewest and most tokens")
-    parser.add_argument("--new-tokens", type=int, default=60)
+    parser.add_argument(
+        "--prompt", type=int, nargs=2, help="fewest and most tokens; 16 180, on GPUs 512 4096"
+    )
+    parser.add_argument("--new-tokens", type=int, help="60, on GPUs 512")
     parser.add_argument("--every", type=float, default=2.0, help="mean seconds between losses of a server")
-    parser.add_argument("--recover-seconds", type=float, default=120.0)
+    parser.add_argument("--recover-seconds", type=float, default=300.0)
     parser.add_argument("--standby", type=int, default=1, help="resilience.standby of both servers")
     parser.add_argument("--set", action="append", default=[], help="more arguments of ep-server serve")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
     options = parser.parse_args()
+    on_gpus = options.device == "cuda"
+    options.prompt = options.prompt or ((512, 4096) if on_gpus else (16, 180))
+    options.new_tokens = options.new_tokens or (512 if on_gpus else 60)
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         model = options.model or DEMO_MODEL
-        if options.device == "cuda" and options.model is None:
+        if on_gpus and options.model is None:
             model = write_shape(Path(folder), options.shape, options.layers)
         return 0 if asyncio.run(run(options, model, logs)) else 1
 

@@ -35,6 +35,8 @@ from ep_server.scheduler.handoffs import KvFetch
 
 log = logging.getLogger(__name__)
 
+PATHS = {Kind.PRIVATE: "tcp", Kind.SHARED: "shared_memory", Kind.DEVICE: "device"}
+
 
 @dataclass(slots=True, eq=False)
 class _Fetching:
@@ -147,6 +149,8 @@ class KvImporter:
                     raise
                 log.warning("KV goes through host memory from now on: %s", error)
                 return False
+            with self._lock:
+                self._counts[f"handoff_fetches/{PATHS[slots.kind]}"] += 1
             moved = Moved(fetch.first, end, self._rows.parts)
             while not moved.complete:
                 rows = Rows.receive(line)
