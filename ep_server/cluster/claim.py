@@ -39,6 +39,7 @@ _OWN = frozenset(
         "fabric.address",
         "fabric.interface",
         "fabric.gid_index",
+        "handoff.host",
     }
 )
 _NOTES = frozenset({"_name_or_path", "transformers_version"})  # of config.json; do not affect the model

@@ -137,7 +137,9 @@ def build_rank(
         progress("warm-up", 1, 1)
         exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
     scheduler = RankScheduler(limits, start.weights_version)
-    handoff = HandoffDesk.open(config.handoff, built.rows, start.rank, scheduler.handoffs)
+    handoff = HandoffDesk.open(
+        config.handoff, built.rows, start.rank, scheduler.handoffs, beside=config.cluster.nodes > 1
+    )
     address, local = handoff.address
     ready = RankReady(
         rank=start.rank,

@@ -22,15 +22,18 @@ class HandoffDesk:
         self._handoffs, self._exporter, self._importer = handoffs, exporter, importer
 
     @classmethod
-    def open(cls, config: HandoffConfig, rows: KvRows, rank: int, handoffs: Handoffs) -> HandoffDesk:
-        """As configured. Raises: StartupError if it cannot listen."""
+    def open(
+        cls, config: HandoffConfig, rows: KvRows, rank: int, handoffs: Handoffs, *, beside: bool = False
+    ) -> HandoffDesk:
+        """As configured. beside: as of KvExporter. Raises: StartupError if it cannot listen."""
         exporter = importer = None
         if config.role != "none":
             rows.warm_up()
         if config.sends:
             port = config.port + rank if config.port else 0
             try:
-                exporter = KvExporter(rows, config.host, port, config.hold_seconds, config.silence_seconds)
+                times = config.hold_seconds, config.silence_seconds
+                exporter = KvExporter(rows, config.host, port, *times, beside=beside)
             except OSError as error:
                 where = f"{config.host}:{port} for rank {rank}"
                 raise StartupError(f"handoff.host: cannot listen on {where}: {error}") from error

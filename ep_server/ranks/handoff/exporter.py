@@ -7,6 +7,7 @@ never changes under a reader. Units: tokens, bytes, seconds.
 from __future__ import annotations
 
 import array
+import errno
 import logging
 import math
 import secrets
@@ -64,8 +65,20 @@ class _Shown:
 class KvExporter:
     """Listens at `address` (host:port) and at the abstract Unix socket `local`."""
 
-    def __init__(self, rows: KvRows, host: str, port: int, hold_seconds: float, silence: float) -> None:
-        """hold_seconds: after the end of a request. silence: of a fetcher. Raises: OSError."""
+    def __init__(
+        self,
+        rows: KvRows,
+        host: str,
+        port: int,
+        hold_seconds: float,
+        silence: float,
+        *,
+        beside: bool = False,
+    ) -> None:
+        """hold_seconds: after the end of a request. silence: of a fetcher. Raises: OSError.
+
+        beside: while another group of ranks has the port, listens at `local` alone.
+        """
         self._rows, self._hold_seconds, self._silence = rows, hold_seconds, silence
         self._shown: dict[bytes, _Shown] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()  # key -> why
@@ -73,15 +86,15 @@ class KvExporter:
         self._readers = threading.Semaphore(MAX_READERS)
         self._sent = self._handoffs = self._step = 0
         self._closed = False
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._tcp = socket.create_server((host, port), family=family, backlog=MAX_READERS)
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"{shown}:{self._tcp.getsockname()[1]}"
+        self._place, shown = (host, port), f"[{host}]" if ":" in host else host
+        tcp = self._listen(quiet=beside and port > 0)
+        self.address = f"{shown}:{port if tcp is None else tcp.getsockname()[1]}"
         self.local = f"ep-server-kv-{secrets.token_hex(12)}"
-        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._unix.bind("\0" + self.local)
-        self._unix.listen(MAX_READERS)
-        for listener in (self._tcp, self._unix):
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unix.bind("\0" + self.local)
+        unix.listen(MAX_READERS)
+        self._listeners = [unix] if tcp is None else [unix, tcp]
+        for listener in (unix, tcp):
             threading.Thread(target=self._accept, args=(listener,), daemon=True, name="kv-listen").start()
 
     def show(self, exports: Iterable[KvExport], *, step: bool = False) -> None:
@@ -129,7 +142,7 @@ class KvExporter:
     def close(self) -> None:
         """Ends listening. Threads end with the process."""
         self._closed = True
-        for listener in (self._tcp, self._unix):
+        for listener in self._listeners:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
             listener.close()
@@ -143,7 +156,22 @@ class KvExporter:
             self._ended.popitem(last=False)
         self._changed.notify_all()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _listen(self, *, quiet: bool) -> socket.socket | None:
+        """None if the port is in use, and that is no error. Raises: OSError."""
+        family = socket.AF_INET6 if ":" in self._place[0] else socket.AF_INET
+        try:
+            return socket.create_server(self._place, family=family, backlog=MAX_READERS)
+        except OSError as error:
+            if not quiet or error.errno != errno.EADDRINUSE:
+                raise
+            return None
+
+    def _accept(self, listener: socket.socket | None) -> None:
+        """None: first waits for the port."""
+        while listener is None:
+            time.sleep(AGAIN_SECONDS)
+            if (listener := self._listen(quiet=True)) is not None:
+                self._listeners.append(listener)
         while True:
             try:
                 sock, _ = listener.accept()

@@ -367,6 +367,26 @@ def test_memory_that_may_shrink_is_not_read() -> None:
     offered.close()
 
 
+def test_a_port_is_taken_over_from_the_group_before() -> None:
+    """Ranks of the next group start while the last one's still listen."""
+    before = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, silence=5)
+    port = int(before.address.rpartition(":")[2])
+    with pytest.raises(OSError, match="in use"):
+        KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", port, hold_seconds=60, silence=5)
+    cache, own = Cache(4, 5), Cache(2, 5, fill=0)
+    after = KvExporter(rows_of(cache), "127.0.0.1", port, hold_seconds=60, silence=5, beside=True)
+    assert after.address == before.address and after.local != before.local
+    after.show([KvExport(1, KEY, 5, (1,), held=True)])
+    before.close()
+    end, arrived = time.monotonic() + WAIT, 0
+    while not arrived:  # nobody listens for a moment
+        assert time.monotonic() < end
+        source = KvSource(after.address, "", KEY, 5)
+        arrived = fetched(KvImporter(rows_of(own), WAIT, 5), KvFetch(-1, source, 0, (1,), 5))
+    after.close()
+    assert arrived == 5 and torch.equal(own.rows((1,)), cache.rows((1,)))
+
+
 def test_a_failed_accept_does_not_end_listening(
     there: tuple[Cache, KvExporter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
