@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
@@ -20,7 +20,7 @@ from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_g
 T = TypeVar("T")
 
 
-class AsyncStream(AsyncIterator[Tokens]):
+class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStream"]):
     """One request. Iterate over its tokens, or read() the whole output.
 
     To cancel the request, close the stream, leave its `async with` block, or drop it: `break` out of a loop.
@@ -41,12 +41,7 @@ class AsyncStream(AsyncIterator[Tokens]):
         if self._call is not None:
             self._call.cancel()  # gRPC's own references would keep a dropped call alive
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def __anext__(self) -> Tokens:
@@ -96,7 +91,7 @@ class AsyncStream(AsyncIterator[Tokens]):
             self._call = self._start(self._attempts.begin())
 
 
-class AsyncClient:
+class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     """A connection to a server, for any number of requests in one event loop.
 
     Close it, or use it in `async with`.
@@ -118,12 +113,7 @@ class AsyncClient:
         self.control: Any = control_pb2_grpc.ControlStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:

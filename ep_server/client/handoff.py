@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from ep_server.client.asynchronous import AsyncClient, AsyncStream
 from ep_server.client.failures import NO_RETRIES
@@ -20,7 +20,7 @@ HANDLE_SECONDS = 5.0  # for a prefill server to admit a request
 COMMON = ("cache_salt", "priority", "deadline_ms")  # fields that a prefill has too
 
 
-class PrefillDecode:
+class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
     """Requests whose prompt is computed at one server and whose output comes from another.
 
     The decode server fetches the prompt's KV blocks while they are computed. Without the prefill server, or
@@ -37,12 +37,7 @@ class PrefillDecode:
         self._handle_seconds = handle_seconds
         self._prefills: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:

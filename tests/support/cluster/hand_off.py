@@ -3,7 +3,7 @@
 In, as JSON: {"prefill": host:port, "decode": [host:port of each node], "prompts": [token ids],
 "ranks": of each server, "fields": of every request}. Out, for each pair of a prefill and a decode rank:
 {"alone": the tokens of the decode server by itself, "tokens": those with the hand-off, "fetched": tokens of
-the prompt that were not computed, "address": of the handle}. Prompts and the decode server's nodes take turns.
+the prompt that were not computed, "address": of the handle}. Prompts and decode nodes take turns.
 """
 
 from __future__ import annotations
