@@ -21,6 +21,7 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 
 #include "bindings/exchange.hpp"
 #include "exchange/fabric/carrier.hpp"
+#include "exchange/fabric/lane.hpp"
 #include "exchange/fabric/probe.hpp"
 
 namespace {
@@ -93,6 +94,31 @@ void bind_probe(py::module_& m) {
            py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>())
       .def("stream", &fabric::Probe::stream, py::arg("bytes"), py::arg("writes"), py::arg("window"),
            py::arg("first"), py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_lane(py::module_& m) {
+  py::class_<fabric::Lane>(m, "FabricLane", py::buffer_protocol(),
+                           "One end of memory that one process writes into another one's. Its buffer is that "
+                           "memory.")
+      .def(py::init<const fabric::Options&, uint64_t>(), py::arg("options"), py::arg("bytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_buffer([](fabric::Lane& self) {
+        const auto [begin, bytes] = self.memory();
+        return py::buffer_info(reinterpret_cast<uint8_t*>(begin), py::ssize_t(bytes));
+      })
+      .def_property_readonly("description", [](fabric::Lane& self) { return self.endpoint().description(); })
+      .def_property_readonly("address",
+                             [](fabric::Lane& self) { return address_tuple(self.endpoint().address()); })
+      .def(
+          "connect",
+          [](fabric::Lane& self, const AddressTuple& peer) { self.endpoint().add_peer(address_from(peer)); },
+          py::arg("peer"))
+      .def("write", &fabric::Lane::write, py::arg("at"), py::arg("bytes"), py::arg("number"),
+           py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>(),
+           "Copies some bytes to the same place at the peer. Raises: StartupError, IndexError.")
+      .def("wait", &fabric::Lane::await, py::arg("number"), py::arg("timeout_ns"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Waits for a write of the peer; whether it is here. Raises: StartupError.");
 }
 
 using ProviderTuple = std::tuple<std::string, std::string, std::string, std::string>;
@@ -181,6 +207,7 @@ void bind_fabric(py::module_& m) {
       .def_property_readonly("writes", [](FabricPort& self) { return self.carrier().writes(); })
       .def_property_readonly("exchange", [](FabricPort& self) { return self.exchange(); });
   bind_probe(m);
+  bind_lane(m);
 }
 
 #endif

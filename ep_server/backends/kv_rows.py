@@ -23,11 +23,16 @@ HOST_SLOT_BYTES = 8 << 20  # short enough to wait for, long beside a message
 
 
 class Kind(IntEnum):
-    """Of the memory of slots. PRIVATE: of one process. SHARED: of the host. DEVICE: of a GPU of the host."""
+    """Of the memory of slots.
+
+    PRIVATE: of one process. SHARED: of the host. DEVICE: of a GPU of the host. FABRIC: of one process, which
+    the network writes into.
+    """
 
     PRIVATE = 0
     SHARED = 1
     DEVICE = 2
+    FABRIC = 3
 
 
 class Slots(Protocol):
@@ -112,8 +117,16 @@ def places_of(blocks: Sequence[int], block_size: int, first: int, count: int) ->
     return used[rows // block_size] * block_size + rows % block_size
 
 
+class HostMemory(Protocol):
+    """Slots in host memory."""
+
+    def tensor(self, slot: int, size: int) -> torch.Tensor:
+        """The first bytes of a slot: [size] uint8."""
+        ...
+
+
 class HostSlots:
-    """In host memory."""
+    """In host memory, of this process or shared with others of the host."""
 
     def __init__(self, kind: Kind, rows: int, count: int, row_bytes: int, descriptor: int = -1) -> None:
         """rows: that are wanted; slots may have fewer. descriptor: of another rank's, which is closed.
@@ -182,19 +195,19 @@ class CpuRows:
         """As KvRows.attach."""
         return HostSlots(kind, rows, count, self.row_bytes, descriptor)
 
-    def read(self, places: torch.Tensor, parts: slice, slots: HostSlots, slot: int) -> None:
+    def read(self, places: torch.Tensor, parts: slice, slots: HostMemory, slot: int) -> None:
         """As KvRows.read."""
         chosen = self._parts[parts]
         rows = self._cut(slots, slot, len(places), len(chosen))
         for number, part in enumerate(chosen):
             rows[:, number] = part.index_select(0, places)
 
-    def write(self, places: torch.Tensor, parts: slice, slots: HostSlots, slot: int, after: Any) -> None:
+    def write(self, places: torch.Tensor, parts: slice, slots: HostMemory, slot: int, after: Any) -> None:
         """As KvRows.write."""
         chosen = self._parts[parts]
         rows = self._cut(slots, slot, len(places), len(chosen))
         for number, part in enumerate(chosen):
             part.index_copy_(0, places, rows[:, number])
 
-    def _cut(self, slots: HostSlots, slot: int, rows: int, parts: int) -> torch.Tensor:
+    def _cut(self, slots: HostMemory, slot: int, rows: int, parts: int) -> torch.Tensor:
         return slots.tensor(slot, rows * parts * self._part_bytes).view(rows, parts, self._part_bytes)

@@ -367,6 +367,11 @@ class HandoffConfig:
     )
     host: str = option("127.0.0.1", "Address of this host where decode servers fetch blocks. Not encrypted.")
     port: int = option(0, "Port of rank 0 for them; rank n uses port + n. 0: any.", low=0, high=65471)
+    transport: str = option(
+        "tcp",
+        "Between hosts. libfabric: with the settings of [fabric], if both servers have it.",
+        choices=("tcp", "libfabric"),
+    )
     hold_seconds: float = option(
         60.0,
         "Blocks that nobody has fetched are freed so long after their request ended.",

@@ -122,7 +122,7 @@ LABELLED: Mapping[str, tuple[str, str, str]] = {
     "handoffs": ("kv_handoffs", "Hand-offs of KV blocks to and from other servers that ended.", "result"),
     "handoff_fetches": (
         "kv_handoff_fetches",
-        "Fetches of KV blocks that began: over tcp, shared_memory or device memory.",
+        "Fetches of KV blocks that began: over tcp, libfabric, shared_memory or device memory.",
         "path",
     ),
     "handoff_bytes": ("kv_handoff_bytes", "Bytes of KV that moved between servers.", "direction"),

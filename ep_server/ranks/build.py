@@ -137,9 +137,7 @@ def build_rank(
         progress("warm-up", 1, 1)
         exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
     scheduler = RankScheduler(limits, start.weights_version)
-    handoff = HandoffDesk.open(
-        config.handoff, built.rows, start.rank, scheduler.handoffs, beside=config.cluster.nodes > 1
-    )
+    handoff = HandoffDesk.open(config, built.rows, start.rank, scheduler.handoffs)
     address, local = handoff.address
     ready = RankReady(
         rank=start.rank,

@@ -16,7 +16,7 @@ import torch
 
 from ep_server.backends.gpu.capability import native_built
 from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
-from ep_server.backends.kv_rows import HostSlots, Kind
+from ep_server.backends.kv_rows import HostMemory, HostSlots, Kind
 from ep_server.models.kv_cache import KvCache
 
 log = logging.getLogger(__name__)
@@ -116,21 +116,21 @@ class GpuRows:
             self.kind = Kind.SHARED
             raise
 
-    def read(self, places: torch.Tensor, parts: slice, slots: HostSlots | DeviceSlots, slot: int) -> None:
+    def read(self, places: torch.Tensor, parts: slice, slots: HostMemory | DeviceSlots, slot: int) -> None:
         """As KvRows.read. The kernels that computed them have ended: the host saw their count, or tokens."""
         with self._out.lock, torch.cuda.device(self._device), torch.cuda.stream(self._out.stream):
             addresses, index = self._addresses[parts], places.to(self._device)
             for first, buffer in self._pieces(len(places), len(addresses), self._out):
                 gather_blocks(addresses, index[first : first + len(buffer)], buffer)
                 at = first * buffer[0].numel()
-                if isinstance(slots, HostSlots):
-                    slots.tensor(slot, at + buffer.numel())[at:].copy_(buffer.view(-1))
-                else:
+                if isinstance(slots, DeviceSlots):
                     self._move(slots.address(slot) + at, buffer, gather=False)
+                else:
+                    slots.tensor(slot, at + buffer.numel())[at:].copy_(buffer.view(-1))
             self._out.stream.synchronize()
 
     def write(
-        self, places: torch.Tensor, parts: slice, slots: HostSlots | DeviceSlots, slot: int, after: Any
+        self, places: torch.Tensor, parts: slice, slots: HostMemory | DeviceSlots, slot: int, after: Any
     ) -> None:
         """As KvRows.write."""
         with self._in.lock, torch.cuda.device(self._device), torch.cuda.stream(self._in.stream):
@@ -138,10 +138,10 @@ class GpuRows:
             addresses, index = self._addresses[parts], places.to(self._device)
             for first, buffer in self._pieces(len(places), len(addresses), self._in):
                 at = first * buffer[0].numel()
-                if isinstance(slots, HostSlots):
-                    buffer.view(-1).copy_(slots.tensor(slot, at + buffer.numel())[at:])
-                else:
+                if isinstance(slots, DeviceSlots):
                     self._move(slots.address(slot) + at, buffer, gather=True)
+                else:
+                    buffer.view(-1).copy_(slots.tensor(slot, at + buffer.numel())[at:])
                 scatter_blocks(addresses, index[first : first + len(buffer)], buffer)
             self._in.stream.synchronize()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ep_server.backends.kv_rows import KvRows
-from ep_server.config import HandoffConfig
+from ep_server.config import Config
 from ep_server.errors import StartupError
+from ep_server.ranks.group import fabric_options, local_ranks
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
+from ep_server.ranks.handoff.lanes import Lanes
 from ep_server.scheduler.handoffs import Handoffs
 
 LOOK_SECONDS = 0.5  # of a parked rank that holds blocks
@@ -22,23 +24,23 @@ class HandoffDesk:
         self._handoffs, self._exporter, self._importer = handoffs, exporter, importer
 
     @classmethod
-    def open(
-        cls, config: HandoffConfig, rows: KvRows, rank: int, handoffs: Handoffs, *, beside: bool = False
-    ) -> HandoffDesk:
-        """As configured. beside: as of KvExporter. Raises: StartupError if it cannot listen."""
-        exporter = importer = None
+    def open(cls, server: Config, rows: KvRows, rank: int, handoffs: Handoffs) -> HandoffDesk:
+        """As configured. Raises: StartupError if it cannot listen, or has no network; ConfigError."""
+        config, exporter, importer, lanes = server.handoff, None, None, None
         if config.role != "none":
             rows.warm_up()
+            lanes = _lanes(server, rank)
         if config.sends:
             port = config.port + rank if config.port else 0
             try:
                 times = config.hold_seconds, config.silence_seconds
-                exporter = KvExporter(rows, config.host, port, *times, beside=beside)
+                beside = server.cluster.nodes > 1
+                exporter = KvExporter(rows, config.host, port, *times, lanes, beside=beside)
             except OSError as error:
                 where = f"{config.host}:{port} for rank {rank}"
                 raise StartupError(f"handoff.host: cannot listen on {where}: {error}") from error
         if config.fetches:
-            importer = KvImporter(rows, config.timeout_seconds, config.silence_seconds)
+            importer = KvImporter(rows, config.timeout_seconds, config.silence_seconds, lanes)
         return cls(handoffs, exporter, importer)
 
     @property
@@ -87,3 +89,11 @@ class HandoffDesk:
         """Cumulative, under the names of RankStatistics.counters."""
         ends = [end for end in (self._exporter, self._importer) if end is not None]
         return {name: value for end in ends for name, value in end.counters().items()}
+
+
+def _lanes(server: Config, rank: int) -> Lanes | None:
+    """None: TCP between hosts. Raises: as HandoffDesk.open()."""
+    if server.handoff.transport != "libfabric":
+        return None
+    local = local_ranks(server)
+    return Lanes(fabric_options(server.fabric, rank - local.start, len(local)))

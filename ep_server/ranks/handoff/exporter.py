@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots, places_of
+from ep_server.ranks.handoff.lanes import Lanes, LaneSlots
 from ep_server.ranks.handoff.wire import (
     DONE,
     NOTHING,
@@ -72,13 +73,16 @@ class KvExporter:
         port: int,
         hold_seconds: float,
         silence: float,
+        lanes: Lanes | None = None,
         *,
         beside: bool = False,
     ) -> None:
         """hold_seconds: after the end of a request. silence: of a fetcher. Raises: OSError.
 
-        beside: while another group of ranks has the port, listens at `local` alone.
+        lanes: to fetchers of other hosts that have them; None = TCP. beside: while another group of ranks has
+        the port, listens at `local` alone.
         """
+        self._lanes = lanes
         self._rows, self._hold_seconds, self._silence = rows, hold_seconds, silence
         self._shown: dict[bytes, _Shown] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()  # key -> why
@@ -214,17 +218,26 @@ class KvExporter:
             self._fetched(shown)
             line.put(answer(Kind.PRIVATE))
             return
-        kind = hello.kind if line.sock.family == socket.AF_UNIX else Kind.PRIVATE
-        slots = self._rows.offer(kind, hello.end - hello.first, SLOTS)
+        slots = self._offer(hello, local=line.sock.family == socket.AF_UNIX)
         try:
             _send_answer(line, slots)
         finally:
             slots.close()
+        if isinstance(slots, LaneSlots):
+            slots.meet(line)
         self._send(line, hello, shown, slots)
         if line.take(1) != DONE:
             raise HandoffError("the last answer is malformed")
         self._handoffs += 1
         self._fetched(shown)
+
+    def _offer(self, hello: Hello, *, local: bool) -> Slots:
+        """Raises: HandoffError."""
+        count = hello.end - hello.first
+        if hello.kind is Kind.FABRIC and self._lanes is not None:
+            return self._lanes.open(count, self._rows.row_bytes)
+        own = hello.kind if local and hello.kind is not Kind.FABRIC else Kind.PRIVATE
+        return self._rows.offer(own, count, SLOTS)
 
     def _fetched(self, shown: _Shown) -> None:
         with self._changed:
@@ -255,7 +268,9 @@ class KvExporter:
             if rows is not None:
                 size = rows.count * rows.parts * self._rows.row_bytes // self._rows.parts
                 line.put(rows.pack())
-                if isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
+                if isinstance(slots, LaneSlots):
+                    slots.send(rows.slot, size, sent, self._silence)
+                elif isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
                     line.put(slots.host(rows.slot, size))
                 moved.add(rows)
                 sent, unread = sent + 1, unread + 1

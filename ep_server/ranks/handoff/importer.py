@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots, places_of
+from ep_server.ranks.handoff.lanes import Lanes, LaneSlots
 from ep_server.ranks.handoff.wire import (
     DONE,
     SLOTS,
@@ -35,7 +36,12 @@ from ep_server.scheduler.handoffs import KvFetch
 
 log = logging.getLogger(__name__)
 
-PATHS = {Kind.PRIVATE: "tcp", Kind.SHARED: "shared_memory", Kind.DEVICE: "device"}
+PATHS = {
+    Kind.PRIVATE: "tcp",
+    Kind.SHARED: "shared_memory",
+    Kind.DEVICE: "device",
+    Kind.FABRIC: "libfabric",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +59,10 @@ class _Fetching:
 class KvImporter:
     """Of one rank."""
 
-    def __init__(self, rows: KvRows, timeout: float, silence: float) -> None:
-        """timeout: of a whole fetch. silence: of the other server."""
+    def __init__(self, rows: KvRows, timeout: float, silence: float, lanes: Lanes | None = None) -> None:
+        """timeout: of a whole fetch. silence: of the other server. lanes: as of KvExporter."""
+        self._far = Kind.PRIVATE if lanes is None else Kind.FABRIC
+        self._lanes = lanes
         self._rows, self._timeout, self._silence = rows, timeout, silence
         self._running: dict[int, _Fetching] = {}  # by ticket
         self._ended: list[_Fetching] = []
@@ -140,7 +148,7 @@ class KvImporter:
         line, local = connect(fetch.source.address, fetch.source.local, self._silence)
         line.until = each.began + self._timeout
         with closing(line):
-            kind = best if local else Kind.PRIVATE
+            kind = best if local else self._far
             line.put(Hello(fetch.source.key, fetch.first, end, self._rows.row_bytes, kind).pack())
             try:
                 slots = self._slots(line, end - fetch.first, local=local)
@@ -151,7 +159,7 @@ class KvImporter:
                 return False
             with self._lock:
                 self._counts[f"handoff_fetches/{PATHS[slots.kind]}"] += 1
-            moved = Moved(fetch.first, end, self._rows.parts)
+            moved, number = Moved(fetch.first, end, self._rows.parts), 0
             while not moved.complete:
                 rows = Rows.receive(line)
                 if time.monotonic() - each.began > self._timeout:
@@ -159,14 +167,21 @@ class KvImporter:
                 if each.dropped:
                     raise HandoffError("the request does not await it any more")
                 if rows.count:
+                    if isinstance(slots, LaneSlots):
+                        slots.receive(number, self._silence, line.check_open)
                     self._take(each, line, rows, slots, moved)
                     line.put(TAKEN)
+                    number += 1
             line.put(DONE)
             return True
 
     def _slots(self, line: Line, rows: int, *, local: bool) -> Slots:
         """Where the rows will lie. Raises: HandoffError."""
         kind, descriptor = _receive_memory(line) if local else (receive_answer(line), -1)
+        if kind is Kind.FABRIC and self._lanes is not None:
+            lane = self._lanes.open(rows, self._rows.row_bytes)
+            lane.meet(line)
+            return lane
         if kind is not Kind.PRIVATE and descriptor < 0:
             raise HandoffError("the other server sent no memory")
         try:

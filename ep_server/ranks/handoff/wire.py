@@ -2,9 +2,11 @@
 
     fetcher -> holder   Hello: which rows of which key, in what format
     holder -> fetcher   Answer: the kind of memory, with its descriptor over a local socket; or why not
+    both, over libfabric: where their memory is
     holder -> fetcher   Rows: some parts of `count` rows from `first` on, layer by layer where these are
-                        known; their bytes follow, or lie in slot `slot` of shared memory. count 0: still
-                        computing. first NOTHING: it ended, an Answer follows
+                        known; their bytes follow, or lie in slot `slot` of shared memory, or are written
+                        into it, with a number that counts from 0. count 0: still computing. first NOTHING:
+                        it ended, an Answer follows
     fetcher -> holder   one byte per Rows with rows: the slot may be used again; DONE after the last
 
 Numbers are little-endian. Units: tokens (a row each), bytes, seconds.
@@ -215,6 +217,17 @@ class Line:
             if not count:
                 raise HandoffError("the connection was closed")
             view = view[count:]
+
+    def check_open(self) -> None:
+        """Raises: HandoffError if the other end has closed it, or sent something."""
+        try:
+            if self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise HandoffError(f"reading failed: {error}") from error
+        raise HandoffError("the connection was closed")
 
     def put(self, data: bytes | memoryview) -> None:
         """Sends all. Raises: HandoffError."""

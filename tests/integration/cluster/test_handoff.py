@@ -38,9 +38,9 @@ async def start_all(made: Nodes, options: Sequence[Sequence[str]] = ((), ())) ->
 
 
 @asynccontextmanager
-async def both(hosts: Hosts | None = None) -> AsyncIterator[tuple[Nodes, Nodes]]:
+async def both(hosts: Hosts | None = None, *more: str) -> AsyncIterator[tuple[Nodes, Nodes]]:
     """The nodes of a prefill and of a decode server, whose blocks have other sizes."""
-    sides = [(*OPTIONS, "--handoff-role", "prefill"), (*OPTIONS, "--handoff-role", "decode")]
+    sides = [(*OPTIONS, *more, "--handoff-role", role) for role in ("prefill", "decode")]
     meet = ["", ""] if hosts is None else [f"{hosts.address(0)}:{port}" for port in (50061, 50062)]
     own = [("--handoff-host", "127.0.0.1" if hosts is None else hosts.address(node)) for node in range(NODES)]
     async with (
@@ -75,13 +75,14 @@ async def handed_off(prefill: Nodes, decode: Nodes) -> list[dict[str, Any]]:
     return found
 
 
-async def test_ranks_of_every_node_send_and_fetch() -> None:
-    """Node i of either server is in one network namespace: half of the blocks move over TCP."""
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("libfabric", marks=pytest.mark.slow)])
+async def test_ranks_of_every_node_send_and_fetch(transport: str) -> None:
+    """Node i of either server is in one network namespace: half of the blocks move between these."""
     needs("system")
     if why := namespaces.missing():
         pytest.skip(why)
     with Hosts(NODES) as hosts:
-        async with both(hosts) as (prefill, decode):
+        async with both(hosts, "--handoff-transport", transport) as (prefill, decode):
             found = await handed_off(prefill, decode)
         assert len(found) == NODES * NODES
         for number, each in enumerate(found):

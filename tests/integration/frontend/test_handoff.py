@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from ep_server.v1 import decode_pb2
+from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import WAIT, Code, failure
 from tests.support.handoff.servers import Running, continued, held, pair, serving
 
@@ -183,6 +184,33 @@ async def test_blocks_that_nobody_needs_are_freed(servers: Pair) -> None:
 async def used(server: Running) -> int:
     """KV blocks of all ranks, as they reported last."""
     return sum(rank.kv_blocks_used for rank in (await server.client.loads()).ranks)
+
+
+async def test_blocks_move_over_libfabric() -> None:
+    """On the loopback, as between hosts: while the prefill runs, and after it."""
+    needs("system")
+    network = {"handoff__transport": "libfabric", "fabric__address": "127.0.0.1"}
+    async with pair(network, {**network, "scheduler__block_size": 7}) as (prefill, decode):
+        ids = prompt(0) * 4
+        alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+        call = prefill.client.generate(ids, max_new_tokens=1, hold_kv=True, timeout=WAIT)
+        during = (await anext(event async for event in call if event.HasField("kv_handle"))).kv_handle
+        reading = asyncio.create_task(_read(call))
+        during.local = ""
+        outputs = [await continued(decode, ids, during, bypass_prefix_cache=True, **GREEDY)]
+        await reading
+        later = await held(prefill, ids)
+        later.local = ""
+        outputs.append(await continued(decode, ids, later, bypass_prefix_cache=True, **GREEDY))
+        for output in outputs:
+            assert output.token_ids == alone.token_ids
+            assert output.finished.usage.cached_tokens == len(ids) - 1
+        await counted(decode, "handoff_fetches/libfabric", 2)
+
+
+async def _read(call: Any) -> None:
+    async for _ in call:
+        pass
 
 
 async def test_held_blocks_expire() -> None:

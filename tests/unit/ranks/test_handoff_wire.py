@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ep_server.backends.kv_rows import CpuRows, Kind
 from ep_server.models.kv_cache import LayerProgress
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
+from ep_server.ranks.handoff.lanes import Lanes
 from ep_server.ranks.handoff.wire import (
     HandoffError,
     Hello,
@@ -31,6 +33,7 @@ from ep_server.ranks.handoff.wire import (
 )
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import KvExport, KvFetch
+from tests.support.fabric.fabric_ends import loopback, needs
 
 KEY, WAIT = bytes(range(16)), 60.0
 PARTS, WIDTH = 3, 40
@@ -61,6 +64,12 @@ class Cache:
 
 def rows_of(cache: Cache) -> CpuRows:
     return CpuRows(cache)  # type: ignore[arg-type]
+
+
+def lanes(**options: Any) -> Lanes:
+    """Over the loopback; skips the test where there is no libfabric."""
+    needs("system")
+    return Lanes(loopback(**options))
 
 
 @pytest.fixture
@@ -100,6 +109,62 @@ def test_rows_land_where_they_belong(there: tuple[Cache, KvExporter], local: boo
         assert time.monotonic() < end
     assert finished == [1]
     assert exporter.counters() == {"handoffs/sent": 1, "handoff_bytes/sent": 21 * PARTS * WIDTH}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"disorder": 7}, {"strict_memory": True}], ids=["", "disorder", "nic"]
+)
+def test_rows_are_written_over_libfabric(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In more slots than there are, between blocks of 5 and of 7 tokens; also as strict networks do it."""
+    monkeypatch.setattr("ep_server.ranks.handoff.lanes.HOST_SLOT_BYTES", 4 * PARTS * WIDTH)
+    far, cache = lanes(**options), Cache(40, 5)
+    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, 60, 5, far)
+    blocks, mine = (9, 3, 30, 17, 8, 2), (4, 0, 7)
+    exporter.show([KvExport(1, KEY, 29, blocks, held=True)])
+    own = Cache(9, 7, fill=0xEE)
+    importer, source = KvImporter(rows_of(own), WAIT, 5, far), KvSource(exporter.address, "", KEY, 29)
+    assert fetched(importer, KvFetch(-1, source, 7, mine, 21)) == 21
+    assert torch.equal(own.rows(mine), cache.rows(blocks)[7:28])
+    others = tuple(block for block in range(9) if block not in mine)
+    assert (own.rows(others) == 0xEE).all()
+    assert importer.counters()["handoff_fetches/libfabric"] == 1
+    exporter.close()
+
+
+@pytest.mark.parametrize("holder", [True, False], ids=["holder", "fetcher"])
+def test_tcp_where_one_side_has_no_libfabric(there: tuple[Cache, KvExporter], holder: bool) -> None:
+    cache, exporter = there
+    far = lanes()
+    if holder:
+        exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, 60, 5, far)
+    exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
+    own = Cache(2, 5, fill=0)
+    importer = KvImporter(rows_of(own), WAIT, 5, None if holder else far)
+    assert fetched(importer, KvFetch(-1, KvSource(exporter.address, "", KEY, 5), 0, (1,), 5)) == 5
+    assert torch.equal(own.rows((1,)), cache.rows((1,)))
+    assert importer.counters()["handoff_fetches/tcp"] == 1
+    exporter.close()
+
+
+def test_a_holder_that_announces_and_goes_is_noticed() -> None:
+    """Rows were announced over the connection, which closes before they are written."""
+    far = lanes()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        own = Cache(2, 5, fill=0)
+        importer = KvImporter(rows_of(own), WAIT, WAIT, far)
+        importer.start([KvFetch(-1, KvSource(address, "", KEY, 5), 0, (1,), 5)])
+        sock, _ = listener.accept()
+        line = Line(sock, WAIT)
+        assert Hello.receive(line).kind is Kind.FABRIC
+        line.put(answer(Kind.FABRIC))
+        far.open(5, PARTS * WIDTH).meet(line)
+        line.put(Rows(0, 5, 0, 0, PARTS).pack())
+        line.close()
+        end = time.monotonic() + WAIT / 2
+        while not (ended := importer.ended()):
+            assert time.monotonic() < end
+        assert ended == [(-1, 0)] and own.rows((1,)).eq(0).all()
 
 
 def test_rows_follow_the_computation(there: tuple[Cache, KvExporter]) -> None:
