@@ -120,11 +120,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 LABELLED: Mapping[str, tuple[str, str, str]] = {
     "bytes": ("comm_bytes", "Bytes sent to other ranks.", "op"),
     "handoffs": ("kv_handoffs", "Hand-offs of KV blocks to and from other servers that ended.", "result"),
-    "handoff_fetches": (
-        "kv_handoff_fetches",
-        "Fetches of KV blocks that began: over tcp, libfabric, shared_memory or device memory.",
-        "path",
-    ),
+    "handoff_fetches": ("kv_handoff_fetches", "Fetches of KV from other servers that began.", "path"),
     "handoff_bytes": ("kv_handoff_bytes", "Bytes of KV that moved between servers.", "direction"),
 }
 # Histogram name or kind -> (family without prefix, help, labels beside rank).
