@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
+import pytest
 import torch
 
 from ep_server.backends.gpu.graphs import GraphKey
@@ -45,6 +47,7 @@ def test_layers_of_steps_in_flight() -> None:
     assert layers_of(progress, first, second, third) == [3, 3, 1]
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="makes the checkpoint")
 def test_steps_of_prompts_count(tiny: Callable[[str], Tiny]) -> None:
     """In a graph or without one; not those of single tokens, nor those of two micro-batches."""
     model = tiny("qwen3_moe")
