@@ -156,6 +156,8 @@ async def test_servers_that_cannot_be_tried_are_refused(capfd: pytest.CaptureFix
             patch.setattr("ep_server.frontend.control.pid_space", lambda: "another host")
             assert await chaos(served.server) == 1
         assert "must be a server of this machine" in capfd.readouterr().err
+        assert await chaos(served.server, "--kind", "server") == 1
+        assert "used with --prefill" in capfd.readouterr().err
         assert await chaos(served.server, "--prompt-tokens", "5", "4") == 1
         assert "--prompt-tokens" in capfd.readouterr().err
         assert await chaos(served.server, "--kind", "update") == 1

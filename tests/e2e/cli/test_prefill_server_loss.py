@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ep_server.cli.main import main
 from ep_server.client import AsyncClient, Output, PrefillDecode
 from tests.support.handoff.servers import MODEL, serving
 
@@ -53,12 +55,20 @@ class PrefillServer:
         ]
         line += ["--metrics-port", "0", "--handoff-role", "prefill", "--model-dtype", "float32"]
         line += ["--exchange-reduction", "source", "--scheduler-max-step-tokens", "16"]
+        line += ["--handoff-hold-seconds", "5", "--resilience-max-losses", "100"]
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(line, stdout=output, stderr=output, env=dict(os.environ))
         async with asyncio.timeout(WAIT):
             while not re.search(r"serving \S+ on ", self._log.read_text()):
                 assert self._process.poll() is None, self._log.read_text()[-2000:]
                 await asyncio.sleep(0.05)
+
+    async def supervise(self) -> None:
+        """Starts it again whenever it has ended."""
+        while True:
+            if self._process is None or self._process.poll() is not None:
+                await self.start()
+            await asyncio.sleep(0.1)
 
     def kill(self) -> None:
         """Its ranks die with it."""
@@ -114,6 +124,29 @@ async def losses(folder: Path, count: int) -> None:
 async def test_a_killed_prefill_server_ends_no_stream(tmp_path: Path) -> None:
     async with asyncio.timeout(WAIT):
         await losses(tmp_path, 2)
+
+
+async def test_chaos_kills_the_prefill_server_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a rank of either side."""
+    prefill = PrefillServer(tmp_path)
+    await prefill.start()
+    supervisor = asyncio.create_task(prefill.supervise())
+    try:
+        async with serving("decode", parallel__ranks=2, exchange__reduction="source") as decode:
+            line = ["chaos", "--json", "--address", decode.server.address, "--prefill", prefill.address]
+            line += ["--faults", "3", "--kind", "kill", "--kind", "server", "--every", "1"]
+            line += ["--streams", "6", "--prompt-tokens", "20", "90", "--max-new-tokens", "60"]
+            async with asyncio.timeout(WAIT):
+                assert await asyncio.to_thread(main, line) == 0, capfd.readouterr()
+    finally:
+        supervisor.cancel()
+        prefill.kill()
+    report = json.loads(capfd.readouterr().out)
+    assert report["good"] and report["exact"] and report["faults"] == {"kill": 2, "stall": 0, "server": 1}
+    assert report["same_tokens"] == report["streams"] and report["handed_off"]
+    assert set(report["first_token_seconds"]) == {"undisturbed", "losses"}
 
 
 @pytest.mark.slow
