@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_server.backends.kv_rows import CpuRows, Kind
+from ep_server.backends.kv_rows import CpuRows, HostSlots, Kind
 from ep_server.models.kv_cache import LayerProgress
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
@@ -144,6 +144,30 @@ def test_tcp_where_one_side_has_no_libfabric(there: tuple[Cache, KvExporter], ho
     assert torch.equal(own.rows((1,)), cache.rows((1,)))
     assert importer.counters()["handoff_fetches/tcp"] == 1
     exporter.close()
+
+
+class Unreachable(CpuRows):
+    """Those of a GPU that cannot map the other one's memory."""
+
+    def attach(self, kind: Kind, rows: int, count: int, descriptor: int) -> HostSlots:
+        if kind is not Kind.PRIVATE:
+            self.kind = Kind.PRIVATE
+            raise RuntimeError("no peer access")
+        return super().attach(kind, rows, count, descriptor)
+
+
+def test_memory_out_of_reach_is_not_tried_again(there: tuple[Cache, KvExporter]) -> None:
+    """The same fetch goes on with memory of another kind."""
+    cache, exporter = there
+    exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
+    own = Cache(2, 5, fill=0)
+    rows = Unreachable(own)  # type: ignore[arg-type]
+    source = KvSource(exporter.address, exporter.local, KEY, 5)
+    importer = KvImporter(rows, WAIT, 5)
+    assert fetched(importer, KvFetch(-1, source, 0, (1,), 5)) == 5
+    assert torch.equal(own.rows((1,)), cache.rows((1,)))
+    counts = importer.counters()
+    assert counts["handoff_fetches/tcp"] == counts["handoffs/received"] == 1
 
 
 def test_a_holder_that_announces_and_goes_is_noticed() -> None:
