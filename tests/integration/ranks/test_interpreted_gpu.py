@@ -12,7 +12,7 @@ import pytest
 from ep_server.models.timers import Phase
 from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
-from ep_server.records import Grammar, GrammarKind, Request, Sampling, Stopping
+from ep_server.records import Grammar, GrammarKind, KvSource, Request, Sampling, Stopping
 from tests.support.models.checkpoints import Tiny
 from tests.support.ranks.rank_group import Recorder, greedy, rank_config
 from tests.support.structured import byte_checkpoint
@@ -90,6 +90,34 @@ async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str) -> None:
         assert 0 < told.sums["step/decode"] < told.sums["step/total"]
         assert sum(told.histograms["step/device"]) == counters["device_steps"]
     assert any(told.counters["padded_tokens"] for told in heard.statistics.values())
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+async def test_layers_leave_a_rank_that_runs_ahead(tiny: Tiny, graphs: bool) -> None:
+    """It plans the next step before it publishes one. A CPU rank takes its prompts over, in other blocks."""
+    asked = [(p, list(t[:COUNT])) for p, t in zip(tiny.prompts, tiny.tokens, strict=True) if len(p) > 1]
+    prompts, key = [prompt for prompt, _ in asked], bytes(range(16))
+    fields = {"scheduler__max_running": 2, "scheduler__max_step_tokens": 8, "parallel__graphs": graphs}
+    prefill = RankProcesses(rank_config(tiny.path, 1, handoff__role="prefill", **fields), module=INTERPRETED)
+    decode = RankProcesses(rank_config(tiny.path, 1, handoff__role="decode", scheduler__block_size=7))
+    first, second = Recorder(), Recorder()
+    try:
+        (there,) = await prefill.start(first, first.on_progress)
+        await decode.start(second, second.on_progress)
+        for number, prompt in enumerate(prompts, start=1):
+            name = key[:-1] + bytes([number])
+            source = KvSource(there.kv_address, there.kv_local, name, len(prompt))
+            decode.submit(0, greedy(number, prompt, COUNT, source=source, bypass_prefix_cache=True))
+            prefill.submit(0, greedy(number, prompt, 1, hold=name, bypass_prefix_cache=True))
+        await second.until(lambda: len(second.finished) == len(prompts), 280)
+        await second.parked(1, len(prompts))
+    finally:
+        await prefill.stop()
+        await decode.stop()
+    drawn = [second.tokens[number] for number in range(1, len(prompts) + 1)]
+    assert drawn == [expected for _, expected in asked]
+    counters = second.statistics[0].counters
+    assert counters["handoffs/received"] == len(prompts) and not counters.get("handoffs/failed")
 
 
 async def test_without_graphs(tiny: Tiny) -> None:

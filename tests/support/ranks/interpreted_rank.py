@@ -56,6 +56,7 @@ class Interpreted:
             graphs=self.graphs and self._config.parallel.graphs,
             overlap=mode,
             timed_every=self._config.metrics.device_phases,
+            layer_progress=self._config.handoff.sends,
         )
         self.runner = gpu_runner(model, exchange, self.rows(exchange), plan, blocks, masks=masks)
         return Built(self.runner, blocks, 0, CpuRows(self.runner.kv_cache))
