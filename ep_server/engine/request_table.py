@@ -6,6 +6,7 @@ unread from the end of its stream until its call is over. Units: requests, token
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from ep_server.engine.observer import RankQueue
 from ep_server.errors import InternalError
 from ep_server.records import RankLoad, RankReady, Request
 from ep_server.scheduler.lifecycle import State
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -144,6 +147,7 @@ class RequestTable:
             _count_active(self.ranks[active.rank], active, -1)
             active.rank, active.request = rank, replace(active.request, dp_rank=rank)
             _count_active(self.ranks[rank], active, 1)
+            log.debug("request %s continues at rank %d", active.request.request_id, rank)
 
     def loads(self, ready: Sequence[RankReady]) -> Mapping[int, RankLoad]:
         """Load of each live rank, waiting requests included; newer than the rank's own report."""
