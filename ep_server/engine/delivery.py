@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Pace
@@ -38,7 +37,6 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.scheduler.lifecycle import Event, State, advance
-from ep_server.scheduler.placement import choose_rank
 
 log = logging.getLogger(__name__)
 
@@ -167,17 +165,12 @@ class Delivery:
                 self._free(active)
         self._requests.ranks[rank].admitted = 0
         left = [active for active in self._requests if active.rank == rank and active.submitted]
+        tokens = self._requests.run_again()
         for active in sorted(left, key=lambda active: active.request.number):
             if active.rank == rank and self.group is not None:  # else moved with another one of its call
-                self._give(active, self.group.ready)
+                self._requests.give(active, self.group.ready, tokens)
             self._ranks.submit(active.rank, active.continued())
         log.info("rank %d left: its %d requests continue at other ranks", rank, len(left))
-
-    def _give(self, active: ActiveRequest, ready: Sequence[RankReady]) -> None:
-        """A request and the others of its call get one of these ranks."""
-        request, loads = replace(active.request, dp_rank=None), self._requests.loads(ready)
-        to = choose_rank(loads, request, self._ranks.num_ranks)
-        self._requests.move(self._requests.call_of(active), to)
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
         """Pauses the streams until resume(), or ends them with UNAVAILABLE; the ranks get no commands."""
@@ -230,14 +223,14 @@ class Delivery:
 
     def _move(self, ready: Sequence[RankReady], max_context: int) -> None:
         """Gives requests of absent ranks to live ones, oldest first; ends those that no longer fit."""
-        live = {each.rank for each in ready}
+        live, tokens = {each.rank for each in ready}, self._requests.run_again()
         for active in sorted(self._requests, key=lambda active: active.request.number):
             length = len(active.request.prompt_ids) + active.request.stopping.max_new_tokens
             if length > max_context:
                 why = f"the ranks that are left have room for {max_context} tokens, it may need {length}"
                 self.fail(active, Event.FAIL, RankLost(f"{self.lost_message}; {why}"), at_rank=False)
             elif active.rank not in live:
-                self._give(active, ready)
+                self._requests.give(active, ready, tokens)
 
     def resume(self) -> int:
         """Gives every open request that no rank has to its rank, oldest first. Returns: how many.

@@ -17,6 +17,7 @@ from ep_server.engine.observer import RankQueue
 from ep_server.errors import InternalError
 from ep_server.records import RankLoad, RankReady, Request
 from ep_server.scheduler.lifecycle import State
+from ep_server.scheduler.placement import spread_rank
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,26 @@ class RequestTable:
 
     def call_of(self, active: ActiveRequest) -> list[ActiveRequest]:
         """The sequences of its call that have not ended."""
-        return [each for each in self if _group(each.request) == _group(active.request)]
+        found = self._by_id.get(active.request.request_id, ())
+        return [each for each in found if _group(each.request) == _group(active.request)]
+
+    def run_again(self) -> Counter[int]:
+        """By rank: tokens of requests that have lost their rank, and have no token since."""
+        found = Counter[int]()
+        for active in self:
+            if active.losses:
+                found[active.rank] += len(active.request.prompt_ids) + active.output_tokens
+        return found
+
+    def give(self, active: ActiveRequest, ready: Sequence[RankReady], tokens: Counter[int]) -> None:
+        """A request and the others of its call continue at one of these ranks.
+
+        tokens: by rank, of all that it has to run again; counts these too.
+        """
+        call = self.call_of(active)
+        rank = spread_rank(self.loads(ready), tokens)
+        tokens[rank] += sum(len(each.request.prompt_ids) + each.output_tokens for each in call)
+        self.move(call, rank)
 
     def move(self, call: Sequence[ActiveRequest], rank: int) -> None:
         """All sequences that the table has of one call get another rank."""

@@ -42,8 +42,31 @@ def choose_rank(
     return nearest if _keeps_up(loads[nearest], loads[best]) else best
 
 
+def spread_rank(loads: Mapping[int, RankLoad], tokens: Mapping[int, int]) -> int:
+    """The rank for a request whose stream waits until it has run again, when many move at once.
+
+    The one that has the fewest tokens to run again, not the least loaded one: a rank that has just joined has
+    little load, and would run all of them while the others wait for its long steps.
+
+    A rank without free KV blocks comes last.
+
+    Args:
+        loads: by live rank. tokens: by rank, to run again.
+    """
+
+    def key(rank: int) -> tuple[bool, int, tuple[int, int, int]]:
+        full = loads[rank].kv_blocks_used >= loads[rank].kv_blocks_total
+        return full, tokens.get(rank, 0), _least(loads, rank)
+
+    return min(loads, key=key)
+
+
 def _least_loaded(loads: Mapping[int, RankLoad], ranks: Iterable[int]) -> int:
-    return min(ranks, key=lambda rank: (loads[rank].kv_blocks_used, _requests(loads[rank]), rank))
+    return min(ranks, key=lambda rank: _least(loads, rank))
+
+
+def _least(loads: Mapping[int, RankLoad], rank: int) -> tuple[int, int, int]:
+    return loads[rank].kv_blocks_used, _requests(loads[rank]), rank
 
 
 def _keeps_up(near: RankLoad, best: RankLoad) -> bool:

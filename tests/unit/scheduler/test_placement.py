@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ep_server.errors import InternalError, InvalidArgument, Unavailable
 from ep_server.records import RankLoad, Request, Sampling, Stopping
 from ep_server.scheduler import EMPTY, Placement, choose_rank, first_placement, place_experts
+from ep_server.scheduler.placement import spread_rank
 
 
 def request(dp_rank: int | None = None) -> Request:
@@ -39,6 +40,15 @@ def choose(loads, request, near=range(0), absent=()):
 )
 def test_fewest_blocks_then_fewest_requests_then_lowest_rank(loads, rank):
     assert choose(loads, request()) == rank
+
+
+def test_requests_that_run_again_are_spread_over_all_ranks():
+    """Not all to the one with little load: it has just joined."""
+    loads, tokens = {0: load(50, 9), 2: load(3), 3: load(50, 8)}, Counter[int]()
+    for length in (100, 100, 100, 40, 100):
+        tokens[spread_rank(loads, tokens)] += length
+    assert tokens == {0: 100, 2: 140, 3: 200}
+    assert spread_rank({0: load(100), 1: load(99)}, {1: 500}) == 1, "a full rank comes last"
 
 
 def test_the_wish_of_the_caller_wins():
