@@ -126,7 +126,7 @@ class RankScheduler:
         limits, size = self.limits, self.limits.size_of(request)
         seq = ScheduledSequence(request, self._arrivals, limits.block_size, limits.prefix_cache, size)
         self._arrivals += 1
-        seq.since = self._plans + 1
+        seq.since = 0 if seq.continues else self._plans + 1
         self._live[seq.number] = seq
         self.handoffs.open(seq)
         if self._siblings.join(seq):
@@ -309,7 +309,7 @@ class RankScheduler:
                     self._waiting.remove(head)
                     continue
                 self._blocked = not self._admit(head)
-                if self._blocked:
+                if self._blocked and not head.continues:
                     head.since = self._plans + 1
                 if self._blocked or head.loading:
                     continue

@@ -37,7 +37,8 @@ class ScheduledSequence:
     """One request on its rank, from add() to its end.
 
     arrival: its place in the order of add(). caches: reads and fills the prefix cache.
-    size: of its prompt, as SchedulerLimits.size_of() says.
+    size: of its prompt, as SchedulerLimits.size_of() says; -1 where `continues`.
+    continues: a rank was lost that had drawn tokens of it. Its stream waits longer than any new one.
     shares: the prompt's blocks, with the other sequences of its request.
     stops: token ids that end it once len(tokens) reaches earliest_stop; length_limit ends it in any case.
     tokens: prompt, then every token drawn so far. A preempted sequence keeps them.
@@ -57,7 +58,8 @@ class ScheduledSequence:
     drop: cancel or failure that waits for the step in flight.
     held: it takes part in no step until it is released.
     weights: version of those in force when it was given blocks; their digests tell versions apart.
-    since: number of the first plan that could run its prompt. began: of the plan that first drew for it.
+    since: number of the first plan that could run its prompt, 0 where `continues`. began: of the plan that
+      first drew for it.
     """
 
     request: Request
@@ -66,6 +68,7 @@ class ScheduledSequence:
     caches: bool
     size: int
     number: int = field(init=False)
+    continues: bool = field(init=False)
     shares: bool = field(init=False)
     stops: frozenset[int] = field(init=False)
     earliest_stop: int = field(init=False)
@@ -99,6 +102,8 @@ class ScheduledSequence:
     def __post_init__(self) -> None:
         stopping = self.request.stopping
         self.number = self.request.number
+        self.continues = bool(self.request.output_ids)
+        self.size = -1 if self.continues else self.size
         self.caches = self.caches and not self.request.bypass_prefix_cache
         self.stops = stopping.eos_token_ids | stopping.stop_token_ids
         prompt = len(self.request.prompt_ids)

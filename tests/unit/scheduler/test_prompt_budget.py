@@ -191,6 +191,18 @@ def test_a_long_prompt_beside_a_stream_is_cut():
         assert rank.stream(number) == stream_alone(rank.requests[number])
 
 
+def test_a_stream_that_continues_gets_whole_steps():
+    """It waits since before the others began: the rank that ran it was lost."""
+    rank = SimulatedRank(limits_of(max_step_tokens=64, kv_blocks=64, block_size=16))
+    rank.add(make_request(1, range(4), max_new=40))
+    rank.step()
+    rank.scheduler.budget.ran(RanStep(13 * MS, 1, 1, 0), StepBatch((), 0))
+    rank.add(make_request(2, [n % 7 for n in range(120)], output_ids=(3, 4, 5)))
+    rank.finish_all()
+    sizes = [len(s.token_ids) for batch in rank.batches for s in batch.slices if s.number == 2]
+    assert sizes[:2] == [63, 60]
+
+
 def test_requests_that_arrive_together_fill_their_steps():
     rank = SimulatedRank(limits_of(max_step_tokens=64, kv_blocks=64, block_size=16))
     for number in range(1, 9):

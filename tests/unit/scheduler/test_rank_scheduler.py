@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ep_server.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidArgument
@@ -154,6 +156,22 @@ def test_a_short_prompt_does_not_wait_for_long_ones():
     assert shape(rank.step()) == [(3, 0, 3, True), (1, 4, 1, False)]
     rank.finish_all()
     assert all(rank.stream(n) == stream_alone(rank.requests[n]) for n in (1, 2, 3))
+
+
+def test_a_stream_that_continues_precedes_new_prompts():
+    """Also shorter ones, and those that began before it came."""
+    rank = rank_of(max_step_tokens=8, kv_blocks=100)
+    rank.add(make_request(1, range(12)))
+    rank.step()
+    rank.add(make_request(2, range(3)))
+    continues = make_request(3, range(10), max_new=8)
+    drawn = tuple(token for token, _ in stream_alone(continues)[:5])
+    rank.add(replace(continues, output_ids=drawn))
+    assert shape(rank.step()) == [(3, 0, 8, False)]
+    assert shape(rank.step())[0] == (3, 8, 7, True)
+    rank.finish_all()
+    assert rank.stream(3) == stream_alone(continues)[5:]
+    assert all(rank.stream(n) == stream_alone(rank.requests[n]) for n in (1, 2))
 
 
 def test_short_prompts_do_not_starve_a_long_one():
