@@ -225,6 +225,10 @@ class Waiter {
 
 }  // namespace
 
+// Whether an abort cell ends a generation (here plus 1): also if it names a later one, which a rank that was
+// slow to leave this one would otherwise never notice.
+static bool ends(uint64_t cell, uint32_t generation) { return int32_t(cell_epoch(cell) - generation) >= 0; }
+
 uint64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -286,10 +290,12 @@ Waited wait_for(Group& group, const Wait& wait) {
 void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Status& status) {
   auto cell = cell_at(region, Head::kAbort);
   uint64_t seen = cell.load(std::memory_order_acquire);
-  if (cell_epoch(seen) == generation) return;
+  if (ends(seen, generation)) return;
   // The writer's own line, written before the cell names it, so a half-written status is never read.
   std::memcpy(region + Head::abort_status(writer), &status, sizeof status);
-  cell.compare_exchange_strong(seen, encode_cell(generation, writer + 1), std::memory_order_acq_rel);
+  while (!ends(seen, generation) &&
+         !cell.compare_exchange_weak(seen, encode_cell(generation, writer + 1), std::memory_order_acq_rel)) {
+  }
   syscall(SYS_futex, region + Head::kAbort, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);  // see AbortWatch
 }
 
@@ -301,7 +307,7 @@ void report_lost(std::byte* region, uint32_t lost, uint32_t generation) {
 void abort_group(Group& group, const Status& status) {
   const std::lock_guard lock(group.aborting);
   const uint32_t generation = uint32_t(group.generation) + 1;
-  const bool first = cell_epoch(load_cell(group.own(), Head::kAbort)) != generation;
+  const bool first = !ends(load_cell(group.own(), Head::kAbort), generation);
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
     if (!group.is_remote(peer)) {
       abort_at(group.regions[peer], group.rank, generation, status);
@@ -319,7 +325,7 @@ Status aborted(const Group& group) { return aborted(group, uint32_t(group.genera
 
 Status aborted(const Group& group, uint32_t generation) {
   const uint64_t cell = load_cell(group.own(), Head::kAbort);
-  if (cell_epoch(cell) != generation + 1) return {};
+  if (!ends(cell, generation + 1)) return {};
   Status origin;
   std::memcpy(&origin, group.own() + Head::abort_status(cell_payload(cell) - 1), sizeof origin);
   // On several hosts, every survivor names the rank that was lost, not the rank that noticed it.

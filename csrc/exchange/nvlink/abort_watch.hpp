@@ -40,7 +40,7 @@ class AbortWatch {
   AbortWatch(const AbortWatch&) = delete;
   AbortWatch& operator=(const AbortWatch&) = delete;
 
-  // Whether the group is aborted in the generation that this rank is in.
+  // Whether the group is aborted in the generation that this rank is in, or in a later one.
   bool aborted() const { return is_abort(seen()); }
 
  private:
@@ -60,7 +60,8 @@ class AbortWatch {
   uint32_t seen() const { return std::atomic_ref<uint32_t>(*word()).load(std::memory_order_acquire); }
   bool is_abort(uint32_t epoch) const {
     auto& identity = *reinterpret_cast<uint64_t*>(head_ + Head::kIdentity);
-    return epoch == uint32_t(std::atomic_ref<uint64_t>(identity).load(std::memory_order_acquire)) + 1;
+    const auto generation = uint32_t(std::atomic_ref<uint64_t>(identity).load(std::memory_order_acquire));
+    return int32_t(epoch - generation) > 0;  // a later one too: see ends() of cells.cpp
   }
 
   std::byte* head_;

@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_server.errors import ConfigError, EpServerError, ExchangeError, StartupError
+from ep_server.errors import ConfigError, EpServerError, ExchangeError, PeerLost, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.bootstrap import share_regions
 from ep_server.exchange.host import HostExchange, open_shm
-from ep_server.exchange.segment import create_segment
+from ep_server.exchange.segment import create_segment, report_lost
 from tests.support.exchange.conformance import PAYLOAD_SHAPES, run_pair
 from tests.support.exchange.local_ranks import from_local, run_together
 
 RANKS = (1, 2, 4)
+SECOND = 1_000_000_000
 DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -185,3 +186,23 @@ def test_without_a_gpu_the_start_fails_and_leaves_nothing(num_ranks: int, leaves
     pytest.importorskip("ep_server._cuda", reason="built without nvcc")
     with pytest.raises(StartupError, match="needs a CUDA device"):
         from_local(range(num_ranks), spec_of(num_ranks))
+
+
+def test_a_second_loss_does_not_hide_the_first() -> None:
+    """Ranks 2 and 1 are lost before rank 0 looks: it must leave its generation, and not wait for them."""
+    spec = replace(spec_of(3), timeout_ns=600 * SECOND)
+    fd = create_segment(spec)
+    group = open_shm(spec, fd=fd).group
+    try:
+        report_lost(fd, 2, 0)
+        report_lost(fd, 1, 1)  # while the others form generation 1
+        with pytest.raises(PeerLost):
+            group.all_gather(b"")
+        report_lost(fd, 2, 0)  # late
+        with pytest.raises(PeerLost):
+            group.reset({2}, 1)
+        group.reset({1, 2}, 2)
+        assert group.all_gather(b"alone") == [b"alone", b"", b""]
+    finally:
+        group.close()
+        os.close(fd)
