@@ -130,7 +130,7 @@ class PromptBudget:
         """What prompts get of a step.
 
         With a budget from measured times, a stream is not to be held up by prompts that arrived after it had
-        begun, unless more prompts wait than there are such streams.
+        begun, unless more prompts wait than there are such streams. A prompt that continues a stream is free.
 
         Args:
             going: sequences that decode in it. first: the prompt that runs first, if any. prompts: that could
@@ -143,7 +143,8 @@ class PromptBudget:
         since = first.since if measured and first is not None else NEVER
         streams = sum(seq.began < since for seq in going)
         held_up = streams + elsewhere
-        if not asked or not held_up or (measured and held_up < prompts):
+        free = measured and (held_up < prompts or (first is not None and first.continues))
+        if not asked or not held_up or free:
             return streams, Room(self.limits.max_step_tokens - singles)
         return streams, self._beside_streams(singles)
 

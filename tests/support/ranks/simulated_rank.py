@@ -86,6 +86,7 @@ class SimulatedRank:
         self.requests: dict[int, Request] = {}
         self.events: dict[int, list[TokenEvent]] = {}
         self.freed: list[int] = []
+        self.elsewhere = 0  # streams of other ranks that no prompt should hold up
         self.batches: list[StepBatch] = []
         self.in_flight: deque[tuple[StepBatch, list[SampledToken]]] = deque()
         self.scored: dict[int, list[int]] = {}  # prompt tokens that were scored, by request
@@ -137,7 +138,7 @@ class SimulatedRank:
         return batch
 
     def _plan(self) -> StepBatch:
-        batch = self.scheduler.plan()
+        batch = self.scheduler.plan(self.elsewhere)
         if (moves := self.scheduler.moves()) is not None:
             self.copier.start(moves)
         return batch

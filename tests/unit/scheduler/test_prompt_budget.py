@@ -192,12 +192,13 @@ def test_a_long_prompt_beside_a_stream_is_cut():
 
 
 def test_a_stream_that_continues_gets_whole_steps():
-    """It waits since before the others began: the rank that ran it was lost."""
+    """Also beside streams of other ranks. It waits longer than they: the rank that ran it was lost."""
     rank = SimulatedRank(limits_of(max_step_tokens=64, kv_blocks=64, block_size=16))
     rank.add(make_request(1, range(4), max_new=40))
     rank.step()
     rank.scheduler.budget.ran(RanStep(13 * MS, 1, 1, 0), StepBatch((), 0))
     rank.add(make_request(2, [n % 7 for n in range(120)], output_ids=(3, 4, 5)))
+    rank.elsewhere = 20
     rank.finish_all()
     sizes = [len(s.token_ids) for batch in rank.batches for s in batch.slices if s.number == 2]
     assert sizes[:2] == [63, 60]
