@@ -11,12 +11,12 @@ from typing import Any
 
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.config import Config
-from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.restarting import RestartingRanks
 from tests.support.frontend import Recorder
 from tests.support.ranks.rank_group import greedy
+from tests.support.ranks.serving import serving
 from tests.support.raw_client import Output, RawClient
 
 RANKS = 4
@@ -97,16 +97,8 @@ async def losing(hang_seconds: float = 60.0, **fields: Any) -> AsyncIterator[Los
         }
         | {name.replace("__", "."): value for name, value in fields.items()}
     )
-    ranks, heard = RestartingRanks(lambda: RankProcesses(config, outlive=True)), Recorder()
-    server = Server(config, ServedModel.load(config.model), ranks, heard)
-    await server.start(lambda *_: None)
-    try:
-        async with RawClient(server.address) as client:
-            yield Losing(server, ranks, client, heard)
-        server.engine.check_integrity()
-    finally:
-        await server.drain()
-        await server.stop()
+    async with serving(config) as made:
+        yield Losing(made.server, made.ranks, made.client, made.heard)
 
 
 async def run_all(client: RawClient, asked: list[dict[str, Any]]) -> list[Output]:
