@@ -119,7 +119,8 @@ def build_rank(
         if shadow is not None:
             if not start.joins:  # else others may be writing new weights into it
                 _fill(shadow, model, params, placement, progress)
-            _lock(shadow, params.slots(model_spec), model_spec)
+            if placement is not None:  # else it never holds others
+                _lock(shadow, params.slots(model_spec), model_spec)
         masks = masks_made.result()
     built = device.build(model, exchange, masks)
     experts = None
