@@ -26,6 +26,12 @@ class Group:
     async def join(self, ranks: Collection[int]) -> float:
         raise AssertionError(ranks)
 
+    async def let_go(self, ranks: Collection[int]) -> None:
+        assert not ranks, "none has been started"
+
+    def bring_back(self) -> None:
+        assert self.wanted == frozenset({0, 1})
+
     async def change(self, live: Collection[int]) -> float:
         if self._late:
             self.live = frozenset(live)
