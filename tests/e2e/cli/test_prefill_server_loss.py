@@ -144,7 +144,8 @@ async def test_chaos_kills_the_prefill_server_itself(
         supervisor.cancel()
         prefill.kill()
     report = json.loads(capfd.readouterr().out)
-    assert report["good"] and report["exact"] and report["faults"] == {"kill": 2, "stall": 0, "server": 1}
+    faults = {kind: count for kind, count in report["faults"].items() if count}
+    assert report["good"] and report["exact"] and faults == {"kill": 2, "server": 1}
     assert report["same_tokens"] == report["streams"] and report["handed_off"]
     assert set(report["first_token_seconds"]) == {"undisturbed", "losses"}
 
