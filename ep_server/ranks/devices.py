@@ -251,4 +251,7 @@ def rows_of(exchange: Exchange) -> RowsOfSteps:
         many = NoRows() if exchange.normal is None else ManyRows(exchange.normal)
         return RowsOfSteps(FusedRows(fused), SideRows(fused, OVERLAP_SMS), exchange.check, many)
     rows = PlainRows(exchange, exchange.capabilities.cheapest_view)
-    return RowsOfSteps(rows, rows, exchange.check)
+    if exchange.normal is None:
+        return RowsOfSteps(rows, rows, exchange.check)
+    many = PlainRows(exchange.normal, exchange.normal.capabilities.cheapest_view)
+    return RowsOfSteps(rows, rows, exchange.check, many)

@@ -71,15 +71,25 @@ async def test_ranks_take_the_dtype_of_the_tensors(tiny: Tiny, module: str, tmp_
     assert expected[0] == list(tiny.tokens[1][:COUNT])
 
 
-@pytest.mark.parametrize("overlap", ["off", "on"])
-async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "mode"),
+    [
+        ("off", "auto"),
+        ("on", "auto"),
+        ("off", "normal"),
+        pytest.param("on", "normal", marks=pytest.mark.slow),
+    ],
+)
+async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str, mode: str) -> None:
     """Three prompts on two ranks: in the end one of them has nothing to run. Some steps are timed."""
-    fields = {"parallel__overlap": overlap, "metrics__device_phases": 2}
+    fields = {"parallel__overlap": overlap, "metrics__device_phases": 2, "exchange__mode": mode}
     drawn, heard = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3], **fields)
     assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
     for told in heard.statistics.values():
         counters, phases = told.counters, [told.sums[f"step/{phase.name.lower()}"] for phase in Phase]
         assert counters["overlap_steps"] == (counters["run_steps"] if overlap == "on" else 0)
+        undivided = counters["run_steps"] - counters["overlap_steps"]
+        assert counters["normal_steps"] == (undivided if mode == "normal" else 0)
         assert 0 < counters["timed_steps"] < counters["device_steps"] == counters["run_steps"]
         assert all(phases) and sum(phases) <= told.sums["step/device"] <= told.sums["step/total"]
         decoding = counters["decode_steps"]

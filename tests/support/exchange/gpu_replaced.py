@@ -40,7 +40,7 @@ def open_end(
 
 
 class Step:
-    """A pair on fixed tensors, and one of many rows; `captured`: as a graph, with all regions."""
+    """A pair on fixed tensors, and one of many rows; `captured`: as a graph, which holds all addresses."""
 
     def __init__(self, exchange: NvlinkExchange, *, captured: bool) -> None:
         self.exchange, self.factors = exchange, factors_of(exchange.spec)

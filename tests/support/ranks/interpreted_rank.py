@@ -22,6 +22,7 @@ from ep_server.exchange.api import ExchangeSpec
 from ep_server.ranks import life
 from ep_server.ranks.devices import rows_of
 from ep_server.ranks.exchanges import Opening, open_exchange
+from ep_server.ranks.modes import ALWAYS, NEVER, ExchangeModes
 from ep_server.ranks.overlap import FixedOverlap, MeasuredOverlap, Overlap, OverlapRule
 from ep_server.ranks.parts import Built
 from ep_server.v1 import rank_pb2 as pb
@@ -64,7 +65,12 @@ class Interpreted:
     def rows(self, exchange: Any) -> RowsOfSteps:
         return rows_of(exchange)
 
+    def modes(self) -> ExchangeModes:
+        """Fixed: nothing is timed here."""
+        return ExchangeModes(ALWAYS if self._config.exchange.mode == "normal" else NEVER, undivided=True)
+
     def prepare(self, progress: Any) -> None:
+        self.runner.graphs.record_modes(self.modes().possible)
         self.runner.graphs.capture(lambda done, total: progress("graphs", done, total))
 
     def overlap(self) -> Overlap:
