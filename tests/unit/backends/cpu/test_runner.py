@@ -26,7 +26,8 @@ class Recorder:
     """Writes down the halves of an exchange as they are called."""
 
     def __init__(self, inner: Exchange, log: list[str]) -> None:
-        self.spec, self._inner, self._log, self._count = inner.spec, inner, log, 0
+        self.spec, self.normal = inner.spec, None
+        self._inner, self._log, self._count = inner, log, 0
 
     def dispatch_send(self, x: torch.Tensor, *routing: Any) -> Any:
         self._count += 1
