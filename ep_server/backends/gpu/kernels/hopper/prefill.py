@@ -89,7 +89,8 @@ def prefill_scratch(device: torch.device) -> torch.Tensor | None:
     """What the kernels of a device share; None if it has none."""
     if not runs_hopper_kernels(device):
         return None
-    size: int = native().Prefill.scratch_bytes(device=device.index)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    size: int = native().Prefill.scratch_bytes(device=number)
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
