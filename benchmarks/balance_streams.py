@@ -87,6 +87,7 @@ def configured(folder: Path, args: argparse.Namespace) -> Config:
             "resilience.spare_slots": str(args.spare_slots),
             "resilience.standby": 0,
             "resilience.balance": args.balance,
+            "resilience.shadow": args.shadow,
             "resilience.balance_seconds": args.period,
             "resilience.balance_moves": args.moves,
             "scheduler.max_running": args.streams,
@@ -176,6 +177,7 @@ def main() -> int:
     option("--model", default="", help="folder with the config.json of another model")
     option("--spare-slots", type=int, default=3, help="per layer and rank")
     option("--balance", choices=("auto", "off"), default="auto")
+    option("--shadow", choices=("on", "off"), default="off", help="experts come from host memory")
     option("--period", type=float, default=5.0, help="seconds between plans")
     option("--moves", type=int, default=64, help="experts to load in one plan")
     option("--seconds", type=float, default=90.0)
