@@ -331,11 +331,10 @@ class RankCollector(Collector):
             for scope, value in zip(("rank", "expert"), balances, strict=True):
                 even.add_metric([scope], value)
         yield even
-        skew = step_skew(intervals)
         yield GaugeMetricFamily(
             f"{self._prefix}step_skew_seconds",
             "How much longer the earliest rank waits in the vote than the latest, per step, last interval.",
-            value=skew,
+            value=step_skew(intervals),
         )
         overlap = GaugeMetricFamily(
             f"{self._prefix}overlap_ratio",

@@ -248,8 +248,8 @@ def rows_of(exchange: Exchange) -> RowsOfSteps:
         local = LocalRows()
         return RowsOfSteps(local, local)
     if (fused := exchange.fused) is not None:
-        many = NoRows() if exchange.normal is None else ManyRows(exchange.normal)
-        return RowsOfSteps(FusedRows(fused), SideRows(fused, OVERLAP_SMS), exchange.check, many)
+        of_many = NoRows() if exchange.normal is None else ManyRows(exchange.normal)
+        return RowsOfSteps(FusedRows(fused), SideRows(fused, OVERLAP_SMS), exchange.check, of_many)
     rows = PlainRows(exchange, exchange.capabilities.cheapest_view)
     if exchange.normal is None:
         return RowsOfSteps(rows, rows, exchange.check)
