@@ -156,7 +156,7 @@ async def lose_one(client: AsyncClient, asked: argparse.Namespace, draw: random.
             found.arrivals.setdefault(tokens.index, []).append(time.monotonic())
         return found
 
-    faults = Faults(client, plan, draw)
+    faults = await Faults.on(client, plan, draw)
     running = [asyncio.ensure_future(answer()) for _ in range(asked.streams)]
     await asyncio.sleep(3)
     await asyncio.wait_for(faults.run(), CHAOS_SECONDS)

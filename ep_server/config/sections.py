@@ -162,20 +162,14 @@ class SchedulerConfig:
         high=60_000,
     )
     max_queue: int = option(
-        256,
-        "Requests that may wait on this server before new ones get RESOURCE_EXHAUSTED.",
-        low=0,
-        high=1_000_000,
+        256, "Requests that may wait here before new ones get RESOURCE_EXHAUSTED.", low=0, high=1_000_000
     )
     block_size: int = option(16, "Tokens in one KV block.", low=1, high=256)
     kv_blocks: int = option(
         0, "KV blocks of one rank. 0: from kv_fraction, on GPUs what fits.", low=0, high=100_000_000
     )
     kv_fraction: float = option(
-        0.25,
-        "Share of free memory for the KV caches of all CPU ranks. GPUs always use 0.8.",
-        low=0.001,
-        high=0.95,
+        0.25, "Share of free memory for KV caches of all CPU ranks. GPUs: always 0.8.", low=0.001, high=0.95
     )
     prefix_cache: bool = option(True, "Reuse the KV blocks of equal prompt prefixes.")
     kv_host_gib: float = option(
@@ -268,10 +262,7 @@ class MetricsConfig:
         choices=("full", "summary"),
     )
     device_phases: int = option(
-        0,
-        "On GPUs, time the phases of one in this many captured steps. 0: never.",
-        low=0,
-        high=1_000_000,
+        0, "On GPUs, time the phases of one in this many captured steps. 0: never.", low=0, high=1_000_000
     )
 
 
