@@ -8,7 +8,6 @@ multiprocessors:
     stores      16-byte stores of registers to the next rank, as many bytes
     dispatch    along known routes, FP8 rows with scales that are already cast, and BF16 rows
     combine     BF16 rows back, summed in float32
-                both with rows that leave by the copy engine (copy), or by stores of warps (store)
     next only   dispatch and combine of BF16 rows where every token has one rank, the next one
     NCCL        all_to_all_single of the same rows, deduplicated, counts known
     call        dispatch and combine through DeepEP's API, per call with its host work
@@ -145,18 +144,14 @@ class Bench:
             for size in sorted(set(row_bytes.values())):
                 us = self.replay(partial(self.stores, sms, remote * size))
                 stores[size] = self.note("stores", tokens, sms, us, remote * size).gbs
-            for path, engine in (("copy", True), ("store", False)):
-                self.bulk.engine = engine
-                for what, rows in forms.items():
-                    us = self.replay(self.dispatcher(rows, plan, arrival, sms))
-                    rate = self.note(f"{what} {path}", tokens, sms, us, remote * row_bytes[what])
-                    self.line(rate, stores[row_bytes[what]])
-                us = self.replay(self.combiner(Returned(returned), plan, sms))
-                link = remote * row_bytes["combine BF16"]
-                rate = self.note(f"combine BF16 {path}", tokens, sms, us, link)
-                self.line(rate, stores[row_bytes["combine BF16"]])
-                self.check(x, (fp8, scales), (ids, weights), in_rank, plan, arrival)
-        self.bulk.engine = True
+            for what, rows in forms.items():
+                us = self.replay(self.dispatcher(rows, plan, arrival, sms))
+                rate = self.note(what, tokens, sms, us, remote * row_bytes[what])
+                self.line(rate, stores[row_bytes[what]])
+            us = self.replay(self.combiner(Returned(returned), plan, sms))
+            rate = self.note("combine BF16", tokens, sms, us, remote * row_bytes["combine BF16"])
+            self.line(rate, stores[row_bytes["combine BF16"]])
+            self.check(x, (fp8, scales), (ids, weights), in_rank, plan, arrival)
         if self.ranks > 1:
             self.next_rank_only(x, returned)
         self.nccl(fp8, x, sent, plan, remote, tokens)
@@ -192,7 +187,7 @@ class Bench:
 
     def dispatcher(self, rows: Rows, plan: Plan, arrival: Arrival, sms: int) -> Callable[[], None]:
         """A dispatch along known routes, always to the start of the heap."""
-        args = dispatch_args(rows, plan, arrival, 0, self.bulk.engine)
+        args = dispatch_args(rows, plan, arrival, 0)
         group = self.bulk.group
         return lambda: group.bulk_dispatch(torch.cuda.current_stream().cuda_stream, sms, args)
 
@@ -200,7 +195,7 @@ class Bench:
         """A combine, always through the start of the heap."""
         tokens, hidden = plan.places.shape[0], returned.x.shape[1]
         out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=self.device)
-        args = combine_args(returned, plan, (out, out), 0, self.bulk.engine)
+        args = combine_args(returned, plan, (out, out), 0)
         group, keep = self.bulk.group, (out, returned)
         return lambda: keep and group.bulk_combine(torch.cuda.current_stream().cuda_stream, sms, args)
 

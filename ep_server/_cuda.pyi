@@ -47,7 +47,6 @@ class BulkDispatchArgs:
         scale_column: int = 0,
         sources: bool = False,
         fill: bool = False,
-        engine: bool = True,
     ) -> None: ...
 
 class BulkCombineArgs:
@@ -67,7 +66,6 @@ class BulkCombineArgs:
         tokens: int,
         row_bytes: int,
         top_k: int = 0,
-        engine: bool = True,
     ) -> None: ...
 
 class ManyRouteArgs:

@@ -174,10 +174,14 @@ void bind_many(py::module_& m) {
   py::class_<cuda::ManyRouteArgs>(m, "ManyRouteArgs")
       .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t in_rank, uintptr_t placed, uintptr_t codes,
                        uintptr_t scales, uint32_t tokens, uint32_t stride) {
-             return cuda::ManyRouteArgs{pointer<void>(x),        pointer<int64_t>(ids),
-                                        pointer<uint8_t>(in_rank), pointer<int64_t>(placed),
-                                        pointer<void>(codes),    pointer<uint32_t>(scales),
-                                        tokens,                  stride};
+             return cuda::ManyRouteArgs{pointer<void>(x),
+                                        pointer<int64_t>(ids),
+                                        pointer<uint8_t>(in_rank),
+                                        pointer<int64_t>(placed),
+                                        pointer<void>(codes),
+                                        pointer<uint32_t>(scales),
+                                        tokens,
+                                        stride};
            }),
            py::kw_only(), py::arg("x"), py::arg("ids"), py::arg("in_rank"), py::arg("placed"),
            py::arg("codes"), py::arg("scales"), py::arg("tokens"), py::arg("stride"));
@@ -238,7 +242,7 @@ void bind_bulk(py::module_& m) {
       .def(py::init([](uintptr_t x, uintptr_t scales, uintptr_t ids, uintptr_t weights, uintptr_t places,
                        uintptr_t prefix, uint64_t offset, uint32_t capacity, uint32_t tokens,
                        uint32_t row_bytes, uint32_t scale_words, uint32_t top_k, uint32_t local_experts,
-                       uint32_t scale_row, uint32_t scale_column, bool sources, bool fill, bool engine) {
+                       uint32_t scale_row, uint32_t scale_column, bool sources, bool fill) {
              return cuda::BulkDispatchArgs{pointer<void>(x),
                                            pointer<uint32_t>(scales),
                                            pointer<int64_t>(ids),
@@ -254,19 +258,18 @@ void bind_bulk(py::module_& m) {
                                            scale_row,
                                            scale_column,
                                            sources,
-                                           fill,
-                                           engine};
+                                           fill};
            }),
            py::kw_only(), py::arg("x"), py::arg("scales") = 0, py::arg("ids") = 0, py::arg("weights") = 0,
            py::arg("places"), py::arg("prefix"), py::arg("offset"), py::arg("capacity"), py::arg("tokens"),
            py::arg("row_bytes"), py::arg("scale_words") = 0, py::arg("top_k") = 0,
            py::arg("local_experts") = 0, py::arg("scale_row") = 0, py::arg("scale_column") = 0,
-           py::arg("sources") = false, py::arg("fill") = false, py::arg("engine") = true);
+           py::arg("sources") = false, py::arg("fill") = false);
   py::class_<cuda::BulkCombineArgs>(m, "BulkCombineArgs")
       .def(py::init([](uintptr_t x, uintptr_t weights, uintptr_t first_bias, uintptr_t second_bias,
                        uintptr_t places, uintptr_t prefix, uintptr_t out, uintptr_t out_weights,
                        uint64_t offset, uint32_t capacity, uint32_t tokens, uint32_t row_bytes,
-                       uint32_t top_k, bool engine) {
+                       uint32_t top_k) {
              return cuda::BulkCombineArgs{pointer<void>(x),
                                           pointer<float>(weights),
                                           {pointer<void>(first_bias), pointer<void>(second_bias)},
@@ -277,13 +280,12 @@ void bind_bulk(py::module_& m) {
                                           {offset, capacity},
                                           tokens,
                                           row_bytes,
-                                          top_k,
-                                          engine};
+                                          top_k};
            }),
            py::kw_only(), py::arg("x"), py::arg("weights") = 0, py::arg("first_bias") = 0,
            py::arg("second_bias") = 0, py::arg("places"), py::arg("prefix"), py::arg("out"),
            py::arg("out_weights") = 0, py::arg("offset"), py::arg("capacity"), py::arg("tokens"),
-           py::arg("row_bytes"), py::arg("top_k") = 0, py::arg("engine") = true);
+           py::arg("row_bytes"), py::arg("top_k") = 0);
   m.def("bulk_block", &bulk_block, py::kw_only(), py::arg("rows"), py::arg("row_bytes"),
         py::arg("scale_words") = 0, py::arg("top_k") = 0, py::arg("with_ids") = false,
         py::arg("with_sources") = false);

@@ -1,6 +1,7 @@
 // The exchange of many rows at once, on a bounded number of multiprocessors. A dispatch is planned first:
 // ranks tell each other how many rows they send, and every row gets its final place. Rows are then copied
-// through shared memory by the copy engine straight to that place, in the order of (source, token). Units:
+// straight to that place, in the order of (source, token): through registers, where they leave for several
+// ranks; back through shared memory by the copy engine, which leaves the registers to the sums. Units:
 // bytes.
 #pragma once
 
@@ -49,7 +50,6 @@ struct BulkDispatchArgs {
   uint32_t scale_row, scale_column;  // strides in words
   bool sources;                      // the block has room for the numbers of the tokens
   bool fill;                         // ids behind the last row become -1
-  bool engine;                       // rows leave by the copy engine, not by stores of registers
 };
 
 struct BulkCombineArgs {
@@ -62,10 +62,9 @@ struct BulkCombineArgs {
   float* out_weights;     // [T, K] or null
   BulkTarget target;      // capacity: (R - 1) * T
   uint32_t tokens, row_bytes, top_k;
-  bool engine;  // as with dispatch
 };
 
-// A ring of stages in shared memory, one for each warp that copies. A row is cut into equal pieces.
+// Of combine: a ring of stages in shared memory for each warp that copies. A row is cut into equal pieces.
 struct BulkRing {
   static constexpr uint32_t kStages = 10, kLead = 5;  // kLead: loads in flight ahead of the stores
   static constexpr uint32_t kPiece = 4096;            // most bytes of a stage
@@ -89,13 +88,7 @@ static_assert(BulkRing::kStages * sizeof(uint64_t) <= BulkRing::kAlign);
 constexpr uint32_t kBulkPlanThreads = 256;
 constexpr uint32_t kBulkDispatchThreads = 512;  // the warps that do not copy rows write what goes with them
 constexpr uint32_t kBulkCombineThreads = 640;   // here they sum
-
-// Warps of a block that copy rows: through shared memory by the copy engine, or through registers.
-constexpr uint32_t kStoringWarps = 8;
-static_assert(BulkRing::kWarps <= kStoringWarps);
-EP_HOST_DEVICE constexpr uint32_t bulk_copying(bool engine) {
-  return engine ? BulkRing::kWarps : kStoringWarps;
-}
+constexpr uint32_t kStoringWarps = 8;           // of a dispatch's block
 
 struct BulkLaunch {
   cudaStream_t stream;

@@ -41,9 +41,8 @@ __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins,
 struct Share {
   uint32_t first, step, count;
 
-  // warp: of `copying` ones.
-  __device__ __forceinline__ Share(const Device& g, const Begins& begins, uint32_t warp, uint32_t copying)
-      : first(warp * gridDim.x + blockIdx.x), step(copying * gridDim.x), count(0) {
+  __device__ __forceinline__ Share(const Device& g, const Begins& begins, uint32_t warp)
+      : first(warp * gridDim.x + blockIdx.x), step(BulkRing::kWarps * gridDim.x), count(0) {
     uint32_t most = 0;
     for (uint32_t s = 0; s < g.num_ranks; ++s)
       if (s != g.rank) most = max(most, begins.rows(s));
@@ -54,7 +53,7 @@ struct Share {
 
 // How many chunks each copying warp has written. In shared memory.
 struct Written {
-  uint32_t chunks[kStoringWarps];
+  uint32_t chunks[BulkRing::kWarps];
 
   // The whole warp calls it.
   __device__ __forceinline__ void set(uint32_t warp, uint32_t count) {
@@ -65,10 +64,10 @@ struct Written {
 
 // One warp signals the sources which chunks have arrived, until all have. Lane = copying warp.
 __device__ __forceinline__ void publish_chunks(const Device& g, const Begins& begins, const Written& written,
-                                               uint64_t operation, uint32_t copying) {
+                                               uint64_t operation) {
   const uint32_t lane = threadIdx.x % kWarp;
-  const Share share(g, begins, min(lane, copying - 1), copying);
-  const uint32_t count = lane < copying ? share.count : 0;
+  const Share share(g, begins, min(lane, BulkRing::kWarps - 1));
+  const uint32_t count = lane < BulkRing::kWarps ? share.count : 0;
   uint32_t published = 0;
 #pragma unroll 1
   while (__any_sync(kFull, published < count)) {
@@ -98,7 +97,7 @@ __device__ __forceinline__ void await_chunk_before(uint32_t pieces) {
 __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
                                             const Begins& begins, uint32_t warp, Written& written) {
   const uint32_t lane = threadIdx.x % kWarp, others = g.num_ranks - 1;
-  const Share share(g, begins, warp, bulk_copying(a.engine));
+  const Share share(g, begins, warp);
   const uint32_t first = share.first, step = share.step;
   const auto* x = static_cast<const std::byte*>(a.x);
   // Where a row goes; null = its source has no room. Its weights are copied along with it.
@@ -114,18 +113,6 @@ __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineAr
     }
     return peer.block + to * a.row_bytes;
   };
-  if (!a.engine) {
-#pragma unroll 1
-    for (uint32_t n = 0; n < share.count; ++n) {
-      const Chunk c = chunk_of(g, begins, first + n * step);
-#pragma unroll 1
-      for (uint32_t row = 0; row < c.count; ++row)
-        if (std::byte* to = place_of(c, row, true); to != nullptr)
-          copy_row(x + uint64_t(c.begin + row) * a.row_bytes, a.row_bytes, [&](auto&& put) { put(to); });
-      written.set(warp, n + 1);
-    }
-    return;
-  }
   const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
   const uint32_t per_chunk = kChunkRows * pieces;
   BulkCopy copy(a.row_bytes);
@@ -274,15 +261,15 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
   __shared__ BulkOpened o;
   __shared__ Begins begins;
   __shared__ Written written;
-  if (threadIdx.x < kStoringWarps) written.chunks[threadIdx.x] = 0;
+  if (threadIdx.x < BulkRing::kWarps) written.chunks[threadIdx.x] = 0;
   begins.find(g, a.prefix);
   open_bulk(g, Op::kCombine, &a.target, o);
-  const uint32_t warp = threadIdx.x / kWarp, copying = bulk_copying(a.engine);
+  const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::kWarps;
   const uint32_t others = copying + 1, summing = blockDim.x / kWarp - others;
   if (o.alive && warp < copying && g.num_ranks > 1)
     return_rows(g, a, o, begins, warp, written);
   else if (o.alive && warp == copying && g.num_ranks > 1)
-    publish_chunks(g, begins, written, o.operation, copying);
+    publish_chunks(g, begins, written, o.operation);
   else if (o.alive && warp > copying)
     sum_tokens(g, a, o, begins.at[g.rank], (warp - others) * gridDim.x + blockIdx.x, summing * gridDim.x);
   close_bulk(g, o);
@@ -291,8 +278,8 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
 }  // namespace
 
 cudaError_t bulk_combine(const BulkLaunch& launch, const Device& device, const BulkCombineArgs& args) {
-  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads,
-                           args.engine ? BulkRing::shared(args.row_bytes) : 0, device, args);
+  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads, BulkRing::shared(args.row_bytes),
+                           device, args);
 }
 
 }  // namespace ep::cuda

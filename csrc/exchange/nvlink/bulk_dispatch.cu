@@ -13,7 +13,6 @@ __device__ __forceinline__ uint32_t first_row(const Device& g, const BulkDispatc
 __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArgs& a, const BulkOpened& o,
                                           uint32_t first, uint32_t step) {
   const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
-  const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
   const uint32_t rows = first < a.tokens ? (a.tokens - first + step - 1) / step : 0;
   // Lane = (row of a batch, rank): one load finds the places of several rows.
   const uint32_t batch = kWarp / ranks, rank = lane % ranks, begin = rank < ranks ? first_row(g, a, rank) : 0;
@@ -24,7 +23,7 @@ __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArg
     return place < 0 ? -1 : place + int32_t(begin);
   };
   int32_t places = find(0), next = find(batch);
-  uint32_t row = 0, part = 0, in_batch = 0;
+  uint32_t in_batch = 0;
   const auto to_all = [&](auto&& put) {
 #pragma unroll 1
     for (uint32_t i = 0; i < ranks; ++i) {
@@ -34,35 +33,15 @@ __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArg
         put(o.peers[to].block + uint64_t(place) * a.row_bytes);
     }
   };
-  const auto next_row = [&] {
-    ++row;
-    if (++in_batch != batch) return;
+  const auto* x = static_cast<const std::byte*>(a.x);
+#pragma unroll 1
+  for (uint32_t i = 0; i < rows; ++i) {
+    copy_row(x + uint64_t(first + i * step) * a.row_bytes, a.row_bytes, to_all);
+    if (++in_batch != batch) continue;
     in_batch = 0;
     places = next;
-    next = find(row + batch);
-  };
-  const auto* x = static_cast<const std::byte*>(a.x);
-  if (!a.engine) {
-    for (uint32_t i = 0; i < rows; ++i, next_row())
-      copy_row(x + uint64_t(first + i * step) * a.row_bytes, a.row_bytes, to_all);
-    return;
+    next = find(i + 1 + batch);
   }
-  BulkCopy copy(a.row_bytes);
-  copy.run(
-      rows * pieces,
-      [&](uint32_t i, uint32_t& bytes) {
-        const uint32_t of = i / pieces, at = (i - of * pieces) * piece;
-        bytes = min(piece, a.row_bytes - at);
-        return static_cast<const void*>(x + uint64_t(first + of * step) * a.row_bytes + at);
-      },
-      [&](uint32_t, const std::byte* stage, uint32_t bytes) {
-        to_all([&](std::byte* at) { store_piece(at + part * piece, stage, bytes); });
-      },
-      [&](uint32_t) {
-        if (++part != pieces) return;
-        part = 0;
-        next_row();
-      });
 }
 
 // One warp writes what goes with a row.
@@ -117,7 +96,7 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
     bulk_dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkDispatchArgs a) {
   __shared__ BulkOpened o;
   open_bulk(g, Op::kDispatch, &a.target, o);
-  const uint32_t warp = threadIdx.x / kWarp, copying = bulk_copying(a.engine);
+  const uint32_t warp = threadIdx.x / kWarp, copying = kStoringWarps;
   if (o.alive && warp < copying) {
     copy_rows(g, a, o, warp * gridDim.x + blockIdx.x, copying * gridDim.x);
   } else if (o.alive) {
@@ -132,8 +111,7 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
 }  // namespace
 
 cudaError_t bulk_dispatch(const BulkLaunch& launch, const Device& device, const BulkDispatchArgs& args) {
-  return start_bulk_kernel(launch, bulk_dispatch_kernel, kBulkDispatchThreads,
-                           args.engine ? BulkRing::shared(args.row_bytes) : 0, device, args);
+  return start_bulk_kernel(launch, bulk_dispatch_kernel, kBulkDispatchThreads, 0, device, args);
 }
 
 }  // namespace ep::cuda

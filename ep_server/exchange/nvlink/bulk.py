@@ -47,7 +47,6 @@ class NvlinkBulk:
         spec: bulk_spec() of this rank.
         control: the group of control_spec(spec) over the same ranks; owned from now on.
         heap_bytes: GPU memory for received rows, the same on all ranks.
-        engine: rows leave by the copy engine of a multiprocessor, otherwise by stores of its warps.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
 
@@ -58,9 +57,8 @@ class NvlinkBulk:
         control: HostGroup,
         device: torch.device,
         heap_bytes: int,
-        engine: bool = True,
     ) -> None:
-        self.spec, self.device, self.engine, self._control = spec, device, engine, control
+        self.spec, self.device, self._control = spec, device, control
         try:
             launch.check_device_spec(spec, "raise")
             with torch.cuda.device(device):
@@ -117,7 +115,7 @@ class NvlinkBulk:
         top_k = 0 if rows.ids is None else rows.ids.shape[1]
         self._memory.reserve(self._combine_bytes(tokens, hidden * BF16_BYTES, top_k))
         landing = self._memory.land(block.total, graph_safe=arrival.worst)
-        args = dispatch_args(rows, plan, arrival, landing.offset, self.engine)
+        args = dispatch_args(rows, plan, arrival, landing.offset)
         self.group.bulk_dispatch(self._stream(), self._sms(num_sms), args)
         return block.tensors(landing.bytes(block.total), rows, arrival)
 
@@ -131,7 +129,7 @@ class NvlinkBulk:
         out = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=self.device)
         sums = torch.empty((tokens, top_k), dtype=torch.float32, device=self.device)
         offset = self._memory.scratch(self._combine_bytes(tokens, hidden * BF16_BYTES, top_k))
-        args = combine_args(returned, plan, (out, sums), offset, self.engine)
+        args = combine_args(returned, plan, (out, sums), offset)
         self.group.bulk_combine(self._stream(), self._sms(num_sms), args)
         return out, None if returned.weights is None else sums
 
@@ -178,9 +176,7 @@ class NvlinkBulk:
         return max(1, min(wanted, self.group.num_sms))
 
 
-def dispatch_args(
-    rows: Rows, plan: Plan, arrival: Arrival, offset: int, engine: bool
-) -> _cuda.BulkDispatchArgs:
+def dispatch_args(rows: Rows, plan: Plan, arrival: Arrival, offset: int) -> _cuda.BulkDispatchArgs:
     """Of a dispatch that receives at `offset` of the heap."""
     scales, ids = rows.scales, rows.ids
     return _cuda.BulkDispatchArgs(
@@ -201,12 +197,11 @@ def dispatch_args(
         scale_column=0 if scales is None else scales.stride(1),
         sources=arrival.with_sources,
         fill=arrival.worst and ids is not None,
-        engine=engine,
     )
 
 
 def combine_args(
-    returned: Returned, plan: Plan, into: tuple[torch.Tensor, torch.Tensor], offset: int, engine: bool
+    returned: Returned, plan: Plan, into: tuple[torch.Tensor, torch.Tensor], offset: int
 ) -> _cuda.BulkCombineArgs:
     """Of a combine into sums [T, H] and sums of weights [T, K]; rows return to `offset` of the heap."""
     (tokens, ranks), weights, (out, sums) = plan.places.shape, returned.weights, into
@@ -225,7 +220,6 @@ def combine_args(
         tokens=tokens,
         row_bytes=returned.x.shape[1] * returned.x.itemsize,
         top_k=0 if weights is None else weights.shape[1],
-        engine=engine,
     )
 
 

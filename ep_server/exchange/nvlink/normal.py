@@ -43,7 +43,6 @@ from ep_server.exchange.validate import check_dispatch, combine_mode, handle_of
 VIEWS = frozenset({View.INDEX, View.COMPACT})
 WIRES = frozenset({Wire.BF16})
 BF16_BYTES = 2
-ENGINE = False  # rows leave by stores, which measured faster (docs/design-notes/2026-11-many-rows.md)
 
 
 def has_normal(spec: ExchangeSpec) -> bool:
@@ -139,7 +138,7 @@ class NvlinkNormal:
         self._launcher.check()
         sent, in_rank = self._route(x, topk_ids, topk_weights)
         plan = self._plan(in_rank)
-        args = dispatch_args(sent, plan, Arrival(self.shapes.padded_rows, self._stride), 0, ENGINE)
+        args = dispatch_args(sent, plan, Arrival(self.shapes.padded_rows, self._stride), 0)
         self._group.bulk_dispatch(self._stream(), self._launcher.num_sms, args)
         handle = Handle(self._own(), tokens, weighted=True, state=ManyState(plan, self._block))
         return PendingDispatch(lambda view, options: self._order(handle, view, options))
@@ -167,7 +166,7 @@ class NvlinkNormal:
             _refuse({"wait_stats": wait_stats})
             out = self.shapes.result(handle.tokens, out)
             returned, at = Returned(sums), self._returning_at
-            args = combine_args(returned, state.plan, (out, out), at, ENGINE)
+            args = combine_args(returned, state.plan, (out, out), at)
             self._group.bulk_combine(self._stream(), self._launcher.num_sms, args)
             return out
 

@@ -307,18 +307,7 @@ def misuse(user: NormalUser) -> None:
     user.check_combine(everyone, handle)
 
 
-def by_stores(user: NormalUser) -> None:
-    """Rows that leave by stores of warps, on GPUs."""
-    exchange = user.buffer._sessions.normal(user.device)._exchange
-    if not hasattr(exchange, "engine"):
-        return
-    exchange.engine = False
-    pairs(user)
-    long_rows(user)
-    exchange.engine = True
-
-
-PROGRAMS = {each.__name__: each for each in (pairs, worst_case, kept_tensors, long_rows, by_stores, misuse)}
+PROGRAMS = {each.__name__: each for each in (pairs, worst_case, kept_tensors, long_rows, misuse)}
 
 
 def run_programs(group: dist.ProcessGroup, device: str) -> dict[str, str]:
