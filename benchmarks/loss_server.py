@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -47,7 +48,11 @@ class Held:
         """What grew that a loss must give back. Memory is a figure to look at: Python keeps what it freed."""
         counts = ("processes", "descriptors", "threads", "shared")
         grown = {name: getattr(self, name) - getattr(before, name) for name in counts}
+        grown["threads"] -= POOL
         return [f"{count} more {name}" for name, count in grown.items() if count > 0]
+
+
+POOL = min(32, (os.cpu_count() or 1) + 4)  # threads that asyncio.to_thread() starts as they are needed
 
 
 @dataclass
