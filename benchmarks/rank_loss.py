@@ -37,6 +37,8 @@ from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from benchmarks.loss_server import Servers
 from benchmarks.loss_streams import WORST, Load, Lost, gaps, undisturbed
 from benchmarks.make_checkpoint import make_checkpoint

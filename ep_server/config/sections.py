@@ -360,7 +360,7 @@ class HandoffConfig:
     port: int = option(0, "Port of rank 0 for them; rank n uses port + n. 0: any.", low=0, high=65471)
     transport: str = option(
         "tcp",
-        "Between hosts. libfabric: with the settings of [fabric], if both servers have it.",
+        "Between hosts. libfabric: with the settings of the fabric section, if both servers have it.",
         choices=("tcp", "libfabric"),
     )
     hold_seconds: float = option(

@@ -92,6 +92,7 @@ async def _demo(options: DemoOptions, console: Console) -> int:
             "parallel.ranks": options.ranks,
             "grpc.port": 0,
             "metrics.port": 0,
+            "log.level": "warning",
         },
         environ={},  # the same demo everywhere
     )

@@ -38,6 +38,7 @@ OWN_AFFAIR = {
     "cluster.node_rank",
     "cluster.rendezvous",
     "cluster.hostfile",
+    "handoff.host",
     "cluster.token_file",
     "cluster.tls_cert",
     "cluster.tls_key",
