@@ -115,16 +115,20 @@ def processes(proc: Path = Path("/proc")) -> dict[str, dict[str, Any]]:
             if any("ep_server" in word or "ep-server" in word for word in words):
                 facts: dict[str, Any] = dict(OF_STATUS.findall((folder / "status").read_text()))
                 facts["rank process"] = any("ranks.life" in word for word in words)
-                facts["threads"] = dict(_thread(task) for task in sorted(folder.glob("task/*")))
+                facts["threads"] = _threads(folder)
                 found[folder.name] = facts
     return found
 
 
-def _thread(task: Path) -> tuple[str, str]:
-    """(number and name, state and CPU time in ticks)."""
-    name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-    fields = rest.split()
-    return f"{task.name} {name}", f"{fields[0]} {int(fields[11]) + int(fields[12])}"
+def _threads(process: Path) -> dict[str, str]:
+    """By number and name: state and CPU time in ticks. Those that end meanwhile are left out."""
+    found = {}
+    for task in sorted(process.glob("task/*")):
+        with suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            fields = rest.split()
+            found[f"{task.name} {name}"] = f"{fields[0]} {int(fields[11]) + int(fields[12])}"
+    return found
 
 
 PARTS = ("plan", "vote", "run", "publish")
