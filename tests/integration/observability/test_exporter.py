@@ -46,6 +46,7 @@ CONSTANT = {
 }
 
 STANDING = {"epserver_running_limit", "epserver_rank_memory_bytes", "epserver_state"}
+STANDING |= {"epserver_normal_steps_total"}  # steps take what was faster at the start
 # A lost rank ends this server: nothing recovers.
 STANDING |= {
     "epserver_generation",

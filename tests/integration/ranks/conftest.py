@@ -12,8 +12,8 @@ from tests.support.ranks.zygote import forking
 __all__ = ["fp8_tiny", "tiny"]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _ranks_are_forks() -> Iterator[None]:
-    """A rank's imports take longer than most of these tests."""
+    """A rank's imports take longer than most of these tests. Tests elsewhere start ranks as a server does."""
     with forking():
         yield
