@@ -1,4 +1,5 @@
-// Which ranks every token goes to, its choices as their owners number them, and for FP8 its row as it travels.
+// Which ranks every token goes to, its choices as their owners number them, and for FP8 its row as it
+// travels.
 #include "exchange/nvlink/many_rows.hpp"
 #include "exchange/nvlink/row.cuh"
 #include "exchange/nvlink/wait.cuh"
@@ -19,8 +20,7 @@ __device__ __forceinline__ void route(const Device& g, const ManyRouteArgs& a, u
   if (lane < top_k)
     a.placed[uint64_t(token) * top_k + lane] =
         chosen ? int64_t(owner) * a.stride + int64_t(entry & kLocalMask) : -1;
-  const uint32_t ranks =
-      __reduce_or_sync(kFull, chosen ? 1u << owner : 0u) & ~g.state->control.absent;
+  const uint32_t ranks = __reduce_or_sync(kFull, chosen ? 1u << owner : 0u) & ~g.state->control.absent;
   if (lane < g.num_ranks) a.in_rank[uint64_t(token) * g.num_ranks + lane] = ranks >> lane & 1;
 }
 

@@ -5,9 +5,9 @@
 //   d.header[bank][s] = (epoch, T), stored last with release.
 // Only one rank of another host gets rows and meta, for all ranks there. Each rank gets its own header. With
 // `once_per_host`, rows and meta for all ranks of this host are in d = s instead. Host obligations: none.
-// x, ids and weights may be overwritten at once. If rows are on a device, the rows of this bank are already in
-// d = s, and are sent to the other ranks from there.
-// Cost: one read of x, one row written per (token, rank), T * K * 8 bytes of routing per rank; or per host.
+// x, ids and weights may be overwritten at once. If rows are on a device, the rows of this bank are already
+// in d = s, and are sent to the other ranks from there. Cost: one read of x, one row written per (token,
+// rank), T * K * 8 bytes of routing per rank; or per host.
 #include <bit>
 #include <cstring>
 #include <string>
