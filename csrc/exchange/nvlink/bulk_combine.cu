@@ -1,6 +1,6 @@
-// Returns rows to their tokens' source and sums them there, in float32 and in rank order. Some warps of each
-// block copy rows to their sources, and one tells the sources what has come: only that one waits for writes
-// to reach another GPU. The others sum tokens whose rows have come, so all of this overlaps.
+// Returns rows to their tokens' source and sums them there, in float32 and in rank order. In each
+// block some warps copy rows to their sources, one warp publishes which rows have arrived, and the others sum
+// tokens whose rows are here. Only the publishing warp waits until writes have reached another GPU.
 #include "exchange/nvlink/bulk_copy.cuh"
 #include "exchange/nvlink/weighted_sum.cuh"
 

@@ -41,7 +41,7 @@ class LaneSlots:
         return self._memory[begin : begin + size]
 
     def meet(self, line: Line) -> None:
-        """Tells the other end where this one is, and learns where that is. Raises: HandoffError."""
+        """Exchanges addresses with the other end. Raises: HandoffError."""
         name, base, key, size, *_ = self._lane.address
         line.put(_ADDRESS.pack(len(name), base, key, size) + name)
         length, *target = _ADDRESS.unpack(line.take(_ADDRESS.size))
