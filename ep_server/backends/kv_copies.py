@@ -22,7 +22,14 @@ class KvCopier(Protocol):
         ...
 
     def start(self, moves: KvMoves) -> None:
-        """Begins copies that precede the next step. Returns at once where a device does the work."""
+        """Begins copies that precede the next step. Returns at once where a device does the work.
+
+        Loads may begin later: with start_loads(), or the next start() or loaded().
+        """
+        ...
+
+    def start_loads(self) -> None:
+        """Begins the loads that were not begun. Call it once the step is launched: they delay its launch."""
         ...
 
     def loaded(self) -> list[int]:
@@ -40,6 +47,9 @@ class NoCopies:
     slots = 0
 
     def start(self, moves: KvMoves) -> None:
+        """There are none."""
+
+    def start_loads(self) -> None:
         """There are none."""
 
     def loaded(self) -> list[int]:
@@ -75,6 +85,9 @@ class CpuCopies:
                 part.index_copy_(0, block, host.index_select(0, slot))
             self._loaded += len(load.copies)
             self._ended.append(load.ticket)
+
+    def start_loads(self) -> None:
+        """start() has begun them."""
 
     def loaded(self) -> list[int]:
         """As KvCopier.loaded."""

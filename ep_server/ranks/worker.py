@@ -192,10 +192,10 @@ class RankWorker:
             self._meter.began(batch, planned)
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
-            normal = self._modes.chosen(verdict, bucket, count)
-            launched = self._runner.launch(batch, count, bucket, normal)
+            launched = self._runner.launch(batch, count, bucket, self._modes.chosen(verdict, bucket, count))
             began = start, planned, voted
             self._launched.append(LaunchedStep(batch, verdict, launched, bucket, count, began))
+        self._copier.start_loads()
         while self._launched and (len(self._launched) > self._scheduler.limits.ahead or not run):
             self._finish(self._launched.popleft())
         if self._launched:

@@ -29,9 +29,14 @@ def private_root(group: int) -> bytes:
     return blake2b(group.to_bytes(8), digest_size=DIGEST_BYTES, person=b"group").digest()
 
 
-def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Names a full block by its tokens and, through `parent`, by everything before it."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+def block_digests(parent: bytes, token_ids: Sequence[int], size: int) -> list[bytes]:
+    """Names full blocks of `size` tokens by their tokens and, through `parent`, by everything before them."""
+    packed = array("q", token_ids)
+    words, step, digests = packed.tobytes(), size * packed.itemsize, list[bytes]()
+    for first in range(0, len(words), step):
+        parent = blake2b(parent + words[first : first + step], digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+    return digests
 
 
 class BlockLedger:

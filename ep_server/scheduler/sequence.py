@@ -26,7 +26,7 @@ from ep_server.records import (
     StepBatch,
     TokenEvent,
 )
-from ep_server.scheduler.kv_blocks import block_digest, private_root, root_digest
+from ep_server.scheduler.kv_blocks import block_digests, private_root, root_digest
 from ep_server.scheduler.lifecycle import Event, State, advance
 
 NEVER = sys.maxsize
@@ -162,11 +162,10 @@ class ScheduledSequence:
 
     def digests(self, count: int) -> list[bytes]:
         """Digests of the first `count` blocks, all of them full; computed once each."""
-        size = self.block_size
-        while len(self._digests) < count:
-            parent = self._digests[-1] if self._digests else self._root()
-            start = len(self._digests) * size
-            self._digests.append(block_digest(parent, self.tokens[start : start + size]))
+        size, known = self.block_size, len(self._digests)
+        if known < count:
+            parent = self._digests[-1] if known else self._root()
+            self._digests += block_digests(parent, self.tokens[known * size : count * size], size)
         return self._digests[:count]
 
     def renew(self, weights: int) -> None:

@@ -122,6 +122,7 @@ class Graphs:
         await_device(self._device, self._seconds, f"what was run before the capture of {key}")
         with torch.cuda.graph(graph, pool=pool):
             self._left[key] = self._work(key)
+        graph.replay()  # the first one also copies the graph to the device, which takes longer
         self._graphs[key] = graph
 
 

@@ -40,6 +40,7 @@ class GpuCopies:
 
     Saves and loads have a stream each, so that both directions of the link are busy. A save reads its blocks
     behind all steps launched so far. A step waits for a copy only if the copy uses a block that it may write.
+    Enqueuing the loads of a long prompt takes the host milliseconds, so it follows the launch of the step.
     """
 
     def __init__(self, cache: KvCache, slots: int, device: torch.device) -> None:
@@ -60,12 +61,14 @@ class GpuCopies:
         self._save_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._started: list[_Started] = []
+        self._loads: Sequence[KvLoad] = ()  # not begun
         self._ended: list[int] = []
         self._saved = self._loaded = 0
         self._warm_up()
 
     def start(self, moves: KvMoves) -> None:
         """As KvCopier.start."""
+        self.start_loads()
         self._take_ended()
         steps, fresh = torch.cuda.current_stream(self._device), set(moves.fresh)
         if moves.saves:
@@ -79,13 +82,19 @@ class GpuCopies:
         if moves.loads:  # behind steps, and copies that use their blocks, and saves that fill their slots
             self._load_stream.wait_event(steps.record_event())
             self._load_stream.wait_event(self._save_stream.record_event())
-        for load in moves.loads:
+            self._loads = moves.loads
+
+    def start_loads(self) -> None:
+        """As KvCopier.start_loads."""
+        loads, self._loads = self._loads, ()
+        for load in loads:
             with torch.cuda.stream(self._load_stream):
                 self._load(load)
             self._note(self._load_stream, load.copies, load.ticket)
 
     def loaded(self) -> list[int]:
         """As KvCopier.loaded."""
+        self.start_loads()
         self._take_ended()
         ended, self._ended = self._ended, []
         return ended
@@ -136,11 +145,19 @@ class GpuCopies:
         self._started = going
 
     def _warm_up(self) -> None:
-        """Compiles the kernels, by moving block 0, which nobody uses yet, onto itself."""
-        block = self._on_device([0, 0])
-        gather_blocks(self._addresses, block[:1], self._out)
-        scatter_blocks(self._addresses, block[:1], self._out)
-        await_device(self._device, STEP_SECONDS, "the first copy of a KV block")
+        """Compiles the kernels, by moving block 0, which nobody uses yet, onto itself.
+
+        Memory for lists of blocks of every length is allocated too: in traffic that may wait for a step.
+        """
+        most = min(self.slots, len(self._parts[0]))
+        await_device(self._device, STEP_SECONDS, "the first values of the KV cache")
+        for stream, staging in ((self._save_stream, self._out), (self._load_stream, self._in)):
+            with torch.cuda.stream(stream):
+                for power in range(1, most.bit_length() + 1):
+                    block = self._on_device([0] * (1 << power))
+                gather_blocks(self._addresses, block[:1], staging)
+                scatter_blocks(self._addresses, block[:1], staging)
+                await_device(self._device, STEP_SECONDS, "the first copy of a KV block")
 
 
 def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -25,7 +25,7 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.scheduler import RankScheduler, SchedulerLimits
-from ep_server.scheduler.kv_blocks import block_digest, root_digest
+from ep_server.scheduler.kv_blocks import block_digests, root_digest
 from ep_server.scheduler.kv_events import block_hash
 from tests.support.ranks.late_copier import Cell, LateCopier
 
@@ -211,7 +211,7 @@ class SimulatedRank:
             cells = [self.cells[block * size + offset] for offset in range(size)]
             salts, tokens, positions = zip(*(cell or ("never written", 0, 0) for cell in cells), strict=True)
             parent = prefix.parent or root_digest(salts[0])
-            assert len(set(salts)) == 1 and digest == block_digest(parent, tokens)
+            assert len(set(salts)) == 1 and [digest] == block_digests(parent, tokens, len(tokens))
             assert positions == tuple(range(positions[0], positions[0] + size))
             assert (positions[0] == 0) == (prefix.parent is None)
             outside = prefix.parent and block_hash(prefix.parent)

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ep_server.errors import InternalError
-from ep_server.scheduler.kv_blocks import BlockLedger, block_digest, root_digest
+from ep_server.scheduler.kv_blocks import BlockLedger, block_digests, root_digest
 from ep_server.scheduler.kv_events import Prefix
 
 
 def chain(salt: str, *blocks: tuple[int, ...]) -> list[bytes]:
     digests = [root_digest(salt)]
     for tokens in blocks:
-        digests.append(block_digest(digests[-1], tokens))
+        digests += block_digests(digests[-1], tokens, len(tokens))
     return digests[1:]
 
 

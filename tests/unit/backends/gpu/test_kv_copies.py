@@ -91,6 +91,8 @@ def test_blocks_come_back_as_they_were(streams: list[Stream]) -> None:
     copies.start(
         KvMoves(loads=(KvLoad(1, ((0, 4), (2, 9), (1, 2), (6, 10), (4, 3))),), fresh=tuple(range(8)))
     )
+    assert cache.held() == [99] * BLOCKS  # the step is not launched yet
+    copies.start_loads()
     assert cache.held() == [6, 1, 5, 99, 7, 99, 3, 99]
     block = PARTS * WIDTH
     assert copies.counters() == {"kv_saved_bytes": 5 * block, "kv_loaded_bytes": 5 * block}
@@ -99,7 +101,7 @@ def test_blocks_come_back_as_they_were(streams: list[Stream]) -> None:
 def test_a_load_ends_when_its_event_has_passed(streams: list[Stream]) -> None:
     copies = GpuCopies(Cache(), SLOTS, torch.device("cpu"))
     copies.start(KvMoves(loads=(KvLoad(7, ((0, 1),)),), fresh=(0,)))
-    assert copies.loaded() == []
+    assert copies.loaded() == []  # where no step is run, it has begun now
     streams[2].events[0].passed = True
     assert copies.loaded() == [7]
     assert copies.loaded() == []
