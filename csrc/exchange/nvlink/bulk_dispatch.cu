@@ -1,4 +1,5 @@
-// Copies every row to all ranks that have an expert of it, straight to its final place.
+// Copies every row to all ranks that have an expert of it, straight to its final place. Where few blocks run,
+// a third of them keeps what stays on this GPU: behind stores that wait for the link, those would wait too.
 #include "exchange/nvlink/bulk_copy.cuh"
 
 namespace ep::cuda {
@@ -9,16 +10,16 @@ __device__ __forceinline__ uint32_t first_row(const Device& g, const BulkDispatc
   return g.rank == 0 ? 0 : uint32_t(a.prefix[(g.rank - 1) * g.num_ranks + to]);
 }
 
-// One warp copies rows first, first + step, ...
+// One warp copies rows first, first + step, ... to the ranks of a mask.
 __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArgs& a, const BulkOpened& o,
-                                          uint32_t first, uint32_t step) {
+                                          uint32_t to_ranks, uint32_t first, uint32_t step) {
   const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
   const uint32_t rows = first < a.tokens ? (a.tokens - first + step - 1) / step : 0;
   // Lane = (row of a batch, rank): one load finds the places of several rows.
   const uint32_t batch = kWarp / ranks, rank = lane % ranks, begin = rank < ranks ? first_row(g, a, rank) : 0;
   const auto find = [&](uint32_t row) {
     const uint32_t i = row + lane / ranks;
-    if (lane / ranks >= batch || i >= rows) return -1;
+    if (lane / ranks >= batch || i >= rows || !(to_ranks >> rank & 1)) return -1;
     const int32_t place = a.places[uint64_t(first + i * step) * ranks + rank];
     return place < 0 ? -1 : place + int32_t(begin);
   };
@@ -36,7 +37,8 @@ __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArg
   const auto* x = static_cast<const std::byte*>(a.x);
 #pragma unroll 1
   for (uint32_t i = 0; i < rows; ++i) {
-    copy_row(x + uint64_t(first + i * step) * a.row_bytes, a.row_bytes, to_all);
+    const bool wanted = __any_sync(kFull, places >= 0 && lane / ranks == in_batch);
+    if (wanted) copy_row(x + uint64_t(first + i * step) * a.row_bytes, a.row_bytes, to_all);
     if (++in_batch != batch) continue;
     in_batch = 0;
     places = next;
@@ -96,12 +98,15 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
     bulk_dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkDispatchArgs a) {
   __shared__ BulkOpened o;
   open_bulk(g, Op::kDispatch, &a.target, o);
-  const uint32_t warp = threadIdx.x / kWarp, copying = kStoringWarps;
-  if (o.alive && warp < copying) {
-    copy_rows(g, a, o, warp * gridDim.x + blockIdx.x, copying * gridDim.x);
+  const uint32_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  const uint32_t keeping = keeping_blocks(gridDim.x), sending = gridDim.x - keeping;
+  const uint32_t block = blockIdx.x - keeping, own = 1u << g.rank, others = keeping == 0 ? kFull : ~own;
+  if (o.alive && blockIdx.x < keeping) {
+    copy_rows(g, a, o, own, warp * keeping + blockIdx.x, warps * keeping);
+  } else if (o.alive && warp < kSendingWarps) {
+    copy_rows(g, a, o, others, warp * sending + block, kSendingWarps * sending);
   } else if (o.alive) {
-    const uint32_t writing = blockDim.x / kWarp - copying;
-    write_data(g, a, o, (warp - copying) * gridDim.x + blockIdx.x, writing * gridDim.x);
+    write_data(g, a, o, (warp - kSendingWarps) * sending + block, (warps - kSendingWarps) * sending);
   }
   if (o.alive && a.fill) fill_rest(g, a);
   close_bulk(g, o);
