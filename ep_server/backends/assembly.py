@@ -216,16 +216,21 @@ def load_experts(
 
 
 @contextmanager
-def source_of(params: LoadParams, spec: ModelSpec, device: torch.device) -> Iterator[TensorSource]:
+def source_of(
+    params: LoadParams, spec: ModelSpec, device: torch.device, opened: Checkpoint | None = None
+) -> Iterator[TensorSource]:
     """Where weights come from. At its end all values that were read are where they belong.
 
+    opened: the checkpoint, to be read beside steps: in the order of the current stream, and without giving
+        device memory back, which would wait for the steps.
     Raises: CheckpointError.
     """
     if params.load_format == "dummy":
         yield DummyReader(spec, params.seed, device)
         return
-    with files_for(device) as files:
-        yield TensorReader(Checkpoint.open(params.path), spec.quant_block, files)
+    checkpoint = opened or Checkpoint.open(params.path)
+    with files_for(device, beside=opened is not None) as files:
+        yield TensorReader(checkpoint, spec.quant_block, files)
         files.finish()
 
 
@@ -234,13 +239,13 @@ def in_host_memory(compute: Compute) -> Compute:
     return compute if compute.device.type == "cpu" else TorchCompute()
 
 
-def files_for(device: torch.device) -> AbstractContextManager[TensorFiles]:
-    """Memory-mapped files for the CPU; pinned staging buffers for a GPU."""
+def files_for(device: torch.device, *, beside: bool = False) -> AbstractContextManager[TensorFiles]:
+    """Memory-mapped files for the CPU; pinned staging buffers for a GPU. beside: steps that run."""
     if device.type != "cuda":
         return MappedFiles(device)
     from ep_server.backends.gpu.staged_files import StagedFiles, StreamCopies
 
-    return StagedFiles(StreamCopies(device))
+    return StagedFiles(StreamCopies(device, keeps=beside))
 
 
 def loading_threads(spec: ModelSpec, dtype: Dtype, experts: int, threads: int) -> int:

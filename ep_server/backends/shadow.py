@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import groupby
 from typing import Protocol
 
@@ -56,6 +56,17 @@ class HostCopies(Protocol):
         """Returns once all copies have ended. Raises: InternalError if they do not."""
         ...
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Work of this thread for the device: behind what steps have enqueued, beside later ones.
+
+        At its end that work has ended. Raises: InternalError if it does not.
+        """
+        ...
+
+    def trickle(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """Copies host memory, locked or not, into weights in small pieces, within beside()."""
+        ...
+
     def download(self, into: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Copies parts of weights into host memory, end to end. All are tensors of bytes."""
         ...
@@ -79,6 +90,14 @@ class PlainCopies:
 
     def finish(self) -> None:
         """Nothing."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def trickle(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """Copies at once."""
+        into.copy_(values)
 
     def download(self, into: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """See HostCopies."""
@@ -187,6 +206,21 @@ class HostExperts:
         self.copies.finish()
         loaded = {move for move in there if self.holds(version, move.layer, move.expert)}
         return [move for move in moves if move not in loaded]
+
+    def load_beside(self, weights: ModelWeights, move: SlotMove, version: int) -> bool:
+        """Copies an entry into a slot that no rows are for meanwhile, so that steps are not disturbed.
+
+        No memory is locked for that: the driver would delay launches. Returns: False if there is no entry,
+        or it was written meanwhile. Raises: InternalError.
+        """
+        if not self.holds(version, move.layer, move.expert):
+            return False
+        entry, at = self._entry(self.layout.number(move.layer, move.expert)), 0
+        with self.copies.beside():
+            for part in _parts(weights, move):
+                self.copies.trickle(part, entry[at : at + len(part)])
+                at += len(part)
+        return self.holds(version, move.layer, move.expert)
 
     def _entry(self, number: int) -> torch.Tensor:
         begin = self.layout.tag_bytes + number * self.layout.pitch

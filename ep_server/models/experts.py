@@ -39,16 +39,8 @@ def load_slots(
     Raises: what the source raises.
     """
     loader = ExpertLoader(source, spec, dtype, compute)
-
-    def load(move: SlotMove) -> None:
-        ffn = weights.layers[move.layer].ffn
-        if not isinstance(ffn, MoeWeights):
-            return  # a placement names slots of dense layers too
-        block = sparse_block(source, spec, f"model.layers.{move.layer}")
-        loader.load_into(ffn.experts, move.slot, f"{block}.experts", move.expert)
-
     with ThreadPoolExecutor(threads, "experts") as pool:
-        for loaded in [pool.submit(load, move) for move in moves]:
+        for loaded in [pool.submit(loader.load_slot, weights, move) for move in moves]:
             loaded.result()
 
 
@@ -66,8 +58,7 @@ def read_experts(
     """
 
     def read(layer: int, expert: int) -> None:
-        block = sparse_block(loader.source, loader.spec, f"model.layers.{layer}")
-        take(layer, expert, slot_parts(loader.load(f"{block}.experts", [expert]), 0))
+        take(layer, expert, slot_parts(loader.load(loader.prefix(layer), [expert]), 0))
 
     with ThreadPoolExecutor(threads, "experts") as pool:
         for done in [pool.submit(read, *one) for one in wanted]:
@@ -104,9 +95,15 @@ class ExpertLoader:
         held = [row for row, expert in enumerate(experts) if expert != EMPTY]
         return self.compute.gated_ffn(*self._read(prefix, experts), held=held)
 
-    def load_into(self, ffn: GatedFfn, slot: int, prefix: str, expert: int) -> None:
-        """One expert into a slot of what load() made. Raises: what the source raises."""
-        ffn.put(slot, *self._read(prefix, [expert]))
+    def load_slot(self, weights: ModelWeights, move: SlotMove) -> None:
+        """One expert into a slot of weights that load() made. Raises: what the source raises."""
+        ffn = weights.layers[move.layer].ffn
+        if isinstance(ffn, MoeWeights):  # a placement names slots of dense layers too
+            ffn.experts.put(move.slot, *self._read(self.prefix(move.layer), [move.expert]))
+
+    def prefix(self, layer: int) -> str:
+        """What the tensors of a layer's experts begin with."""
+        return f"{sparse_block(self.source, self.spec, f'model.layers.{layer}')}.experts"
 
     def _read(
         self, prefix: str, experts: Sequence[int]

@@ -32,11 +32,12 @@ class SlotTable:
         self._ways = torch.zeros(0, 1, dtype=torch.int64, device=device)  # of the most tokens so far
 
     def set(self, routes: Routes) -> None:
-        """Changes the table. No step is in flight."""
-        table = torch.from_numpy(np.array(routes, dtype=np.int64))
-        self._replicated = bool((table != table[..., :1]).any())
-        self._first.copy_(table[..., 0])
-        self.slots.copy_(table.transpose(1, 2))
+        """Changes the table for work enqueued from here on. On a GPU nothing waits for work before."""
+        table = torch.from_numpy(np.asarray(routes, dtype=np.int64)).transpose(1, 2)
+        self._replicated = bool((table != table[:, :1]).any())
+        staged = torch.empty(table.shape, dtype=table.dtype, pin_memory=self.slots.is_cuda)
+        self.slots.copy_(staged.copy_(table), non_blocking=True)
+        self._first.copy_(self.slots[:, 0])
 
     def of(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         """The slots of a step's choices. ids: [T, K] int64 of experts. Returns: the same shape."""

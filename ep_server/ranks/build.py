@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
-from ep_server.backends.assembly import MOST_READERS, LoadParams, RankModel, load_experts, load_model
+from ep_server.backends.assembly import MOST_READERS, LoadParams, RankModel, load_model
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.kv_copies import KvCopier, NoCopies
 from ep_server.backends.shadow import HostExperts, copies_for
+from ep_server.backends.slot_loader import SlotLoader
 from ep_server.config import Config
 from ep_server.errors import StartupError, Unavailable
 from ep_server.exchange.api import Exchange, ExchangeSpec
@@ -122,10 +123,12 @@ def build_rank(
             if placement is not None:  # else it never holds others
                 _lock(shadow, params.slots(model_spec), model_spec)
         masks = masks_made.result()
+    loader = SlotLoader(model, shadow)
+    loader.warm_up(params)  # takes its memory before the KV cache does
     built = device.build(model, exchange, masks)
     experts = None
     if placement is not None:
-        experts = RankExperts(params, built.runner, partial(load_experts, model, shadow=shadow))
+        experts = RankExperts(params, built.runner, loader)
         experts.use(placement, frozenset(start.live))
         experts.waits = start.joins
     limits = _limits(config, model, built, device.ahead)

@@ -35,9 +35,11 @@ class Change(Protocol):
     """Something of one rank that changes while it serves.
 
     outlives_loss: what is offered is applied although a rank was lost before the vote switched.
+    needs_idle: apply() must wait for the steps in flight. Else these keep what they were launched with.
     """
 
     outlives_loss: bool
+    needs_idle: bool
 
     def prepare(self) -> Prepared:
         """Makes ready all it needs; may take long. In another thread, while steps run.
@@ -47,7 +49,7 @@ class Change(Protocol):
         ...
 
     def apply(self) -> None:
-        """Changes the rank. In the thread of its loop, while no step is in flight.
+        """Changes the rank. In the thread of its loop; no step is in flight if `needs_idle`.
 
         An error ends the rank: it may be half changed.
         """
@@ -89,6 +91,11 @@ class Changes:
     def offered(self) -> int:
         """The number of the change that this rank can switch to now; 0 = none."""
         return self._making.number if self._making is not None and self._switch is not None else 0
+
+    @property
+    def needs_idle(self) -> bool:
+        """As the change in the making does."""
+        return self._making is not None and self._making.change.needs_idle
 
     def prepare(self, number: int, order: int, change: Change) -> None:
         """Begins to prepare a change. order: its number; finished() answers it.

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from ep_server.backends.assembly import LoadParams
 from ep_server.errors import InternalError, Unavailable
 from ep_server.models.experts import SlotMove
-from ep_server.models.slots import Routes
 from ep_server.orders import PrepareGeneration
 from ep_server.ranks.changes import Change, Prepared
 from ep_server.ranks.parts import AnyRunner
@@ -27,9 +27,17 @@ from ep_server.scheduler.placement import Placement
 log = logging.getLogger(__name__)
 
 AT_ONCE = 16  # experts read between two looks whether reading shall end
+REST_SECONDS = 0.0005  # between the routes of two layers: other threads of this process run steps
 
-Load = Callable[[LoadParams, Sequence[SlotMove]], int]
 Planned = tuple[Placement, frozenset[int], np.ndarray]  # placement, live ranks, their routes
+
+
+class Load(Protocol):
+    """Reads experts into slots."""
+
+    def __call__(self, params: LoadParams, moves: Sequence[SlotMove], *, beside: bool) -> int:
+        """beside: slowly, beside steps that run. Returns: how many came from host memory."""
+        ...
 
 
 class RankExperts:
@@ -40,10 +48,7 @@ class RankExperts:
     """
 
     def __init__(self, params: LoadParams, runner: AnyRunner, load: Load) -> None:
-        """load: reads experts into slots, with the given parameters. Returns: how many from host memory.
-
-        use() follows.
-        """
+        """use() follows."""
         self.placement: Placement | None = None
         self.live: frozenset[int] = frozenset()
         self.waits = False
@@ -80,15 +85,15 @@ class RankExperts:
             self._hurry.set()
         with self._loading:
             self._hurry.clear()
-            moves = self._moves(target)
-            if not idle and not self.waits:
+            moves, beside = self._moves(target), not idle and not self.waits
+            if beside:
                 self._check_free(moves)
             began, copied = time.monotonic(), 0
-            at_once = max(len(moves), 1) if idle else AT_ONCE
+            at_once = max(len(moves), 1) if idle else 1 if beside else AT_ONCE
             for first in range(0, len(moves), at_once):
                 if self._hurry.is_set():
                     raise Unavailable("experts are read for a new generation instead")
-                copied += self._read(moves[first : first + at_once])
+                copied += self._read(moves[first : first + at_once], beside)
             log.info(
                 "loaded %d experts in %.2f s, %d of them from the host shadow",
                 len(moves),
@@ -98,16 +103,19 @@ class RankExperts:
             return len(moves)
 
     def use(self, target: Placement, live: Collection[int]) -> None:
-        """From the next step on, tokens take the routes of `target` to these ranks. No step is in flight."""
+        """From the next launch on, tokens take the routes of `target` to these ranks."""
         self.placement, self.live, planned = target, frozenset(live), self._planned
         if planned is None or planned[0] is not target or planned[1] != self.live:
             planned = self.plan(target, self.live)
         self._planned = None
         self._runner.place(planned[2], target.of_rank(self._params.rank))
 
-    def plan(self, target: Placement, live: Collection[int]) -> Planned:
-        """Computes the routes for use(), maybe in another thread: it is no work of the switch."""
-        routes = np.array(routes_of(target, self._params.rank, live), dtype=np.int64)
+    def plan(self, target: Placement, live: Collection[int], rest: float = 0.0) -> Planned:
+        """Computes the routes for use(), maybe in another thread: it is no work of the switch.
+
+        rest: seconds between two layers.
+        """
+        routes = routes_of(target, self._params.rank, live, rest)
         self._planned = target, frozenset(live), routes
         return self._planned
 
@@ -138,10 +146,10 @@ class RankExperts:
             if self.placement.serves[move.layer][first + move.slot]:
                 raise Unavailable(f"layer {move.layer}: slot {first + move.slot} serves an expert")
 
-    def _read(self, moves: Sequence[SlotMove]) -> int:
+    def _read(self, moves: Sequence[SlotMove], beside: bool) -> int:
         for move in moves:
             self._held[move.layer][move.slot] = EMPTY
-        copied = self._load(self._params, moves)
+        copied = self._load(self._params, moves, beside=beside)
         for move in moves:
             self._held[move.layer][move.slot] = move.expert
         return copied
@@ -159,6 +167,7 @@ class _NewPlacement:
     ) -> None:
         self._experts, self._target, self._live, self._enter = experts, target, live, enter
         self.outlives_loss = enter is None  # else the regroup after the loss says who is live
+        self.needs_idle = enter is not None  # routes alone change behind the steps in flight
 
     def prepare(self) -> Prepared:
         """Reads what is missing. Raises: as RankExperts.load(); InternalError for other slots."""
@@ -170,7 +179,7 @@ class _NewPlacement:
         ):
             raise InternalError("the placement is of another number of experts or slots")
         self._experts.load(self._target, idle=False)
-        self._experts.plan(self._target, self._live)
+        self._experts.plan(self._target, self._live, REST_SECONDS)
         return Prepared()
 
     def apply(self) -> None:
@@ -193,10 +202,19 @@ def first_served(placement: Placement, rank: int, live: Collection[int]) -> list
     return found
 
 
-def routes_of(placement: Placement, rank: int, live: Collection[int]) -> Routes:
-    """The routes of all layers; equal layers are computed once."""
-    made: dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[Sequence[int]]] = {}
+def routes_of(placement: Placement, rank: int, live: Collection[int], rest: float = 0.0) -> np.ndarray:
+    """[layers, E, WAYS] int64: the routes of all layers; equal layers are computed once.
+
+    rest: seconds between two layers, in which other threads run.
+    """
+    layers = len(placement.experts)
+    table = np.empty((layers, WAYS, placement.num_experts), dtype=np.int64)  # as SlotTable keeps it
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for layer, key in enumerate(zip(placement.experts, placement.serves, strict=True)):
-        if key not in made:
-            made[key] = placement.routes(layer, rank, WAYS, live)
-    return [made[key] for key in zip(placement.experts, placement.serves, strict=True)]
+        if (like := made.setdefault(key, layer)) != layer:
+            table[layer] = table[like]
+            continue
+        table[layer] = np.array(placement.routes(layer, rank, WAYS, live), dtype=np.int64).T
+        if rest:
+            time.sleep(rest)
+    return table.transpose(0, 2, 1)

@@ -72,7 +72,7 @@ class WeightsInPlace:
 class _NewWeights:
     """See Change."""
 
-    outlives_loss = True
+    outlives_loss = needs_idle = True
 
     def __init__(self, place: WeightsInPlace, path: str, version: int) -> None:
         self._place, self._path, self._version = place, path, version

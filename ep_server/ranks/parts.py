@@ -71,9 +71,9 @@ class Runner(Protocol[Step]):
         ...
 
     def place(self, routes: Routes, held: Held) -> None:
-        """The slots of this rank hold these experts, and tokens take these routes, from the next step on.
+        """The slots of this rank hold these experts, and tokens take these routes, from the next launch on.
 
-        No step is in flight. Raises: InternalError if experts stay where they are.
+        Steps in flight keep the routes before. Raises: InternalError if experts stay where they are.
         """
         ...
 

@@ -264,9 +264,9 @@ class RankWorker:
             self._send(order_done_message(done))
 
     def _switch(self, change: int) -> bool:
-        """Before the same step on all ranks, after the steps in flight. Returns: whether they vote again."""
+        """Before the same step on all ranks. Returns: whether they vote again."""
         since, voter = self._clock(), self._voter
-        while self._launched:
+        while self._launched and self._changes.needs_idle:
             self._finish(self._launched.popleft())
         self._answer(self._changes.apply(change, since))
         return self._left or self._voter is not voter

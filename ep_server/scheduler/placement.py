@@ -158,7 +158,10 @@ class Placement:
         for expert, shares in enumerate(parts):
             if not shares:
                 raise InternalError(f"layer {layer}: no live rank serves expert {expert}")
-            turns = _turns(shares) if len(shares) > 1 else tuple(shares)
+            if len(shares) == 1:
+                table.append(tuple(shares) * ways)
+                continue
+            turns = _turns(shares)
             table.append(tuple(turns[(source + way) % len(turns)] for way in range(ways)))
         return tuple(table)
 

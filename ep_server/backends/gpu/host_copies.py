@@ -6,7 +6,8 @@ Units: bytes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -14,6 +15,8 @@ from ep_server.backends.gpu.waiting import await_event, await_stream
 from ep_server.errors import Unavailable
 
 COPY_SECONDS = 60.0  # a copy waits for no peer but, at most, for steps that end within their own deadlines
+PIECE_BYTES = 1 << 20  # copied at once beside steps, whose own small copies wait for one piece at most
+LOOK_SECONDS = 100e-6  # between two checks of a piece
 _WHAT = "copies of experts"
 
 
@@ -24,6 +27,8 @@ class StreamHostCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._own = threading.local()
+        with torch.cuda.device(device):
+            self._piece = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: torch.Tensor) -> None:
         """See HostCopies. Raises: Unavailable if the system refuses to lock so many pages."""
@@ -51,6 +56,25 @@ class StreamHostCopies:
     def finish(self) -> None:
         """See HostCopies."""
         await_stream(self._stream, COPY_SECONDS, _WHAT)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """See HostCopies."""
+        self.begin()
+        with torch.cuda.stream(self._stream):
+            yield
+        self.finish()
+
+    def trickle(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """See HostCopies. One piece is in flight, so copies of steps need not queue behind many."""
+        for at in range(0, len(into), PIECE_BYTES):
+            values_now, into_now = values[at : at + PIECE_BYTES], into[at : at + PIECE_BYTES]
+            piece = self._piece[: len(into_now)]
+            piece.copy_(values_now)
+            into_now.copy_(piece, non_blocking=True)
+            await_event(
+                torch.cuda.current_stream(self._device).record_event(), COPY_SECONDS, _WHAT, LOOK_SECONDS
+            )
 
     def download(self, into: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Through a locked buffer of this thread: `into` may not be locked."""

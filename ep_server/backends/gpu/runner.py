@@ -24,6 +24,7 @@ from ep_server.backends.gpu.graphs import GraphKey, Graphs, Modes, buckets_up_to
 from ep_server.backends.gpu.kernels.triton.launch import Compilations
 from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
+from ep_server.backends.gpu.moves import ExpertMoves
 from ep_server.backends.gpu.sampling.sampler import GpuSampler
 from ep_server.backends.gpu.side_stream import SideStream
 from ep_server.backends.gpu.step_input import (
@@ -41,7 +42,7 @@ from ep_server.models.batch import cut
 from ep_server.models.decoder import DecoderParams, interleave
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.prompt_scorer import PromptScorer
-from ep_server.models.slots import ExpertRows, Held, Routes
+from ep_server.models.slots import Held, Routes
 from ep_server.models.timers import moe_counters, no_lap
 from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, SeqSlice, StepBatch
 
@@ -136,8 +137,9 @@ class GpuRunner:
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
         self._masked = np.zeros(3, dtype=np.int64)  # see statistics()
-        self._expert_rows: ExpertRows | None = None  # once place() was called
         self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
+        experts, total = params.spec.router.num_experts, self._decoder.experts.total
+        self._moves = ExpertMoves(params.slots, experts, total, self._seconds)
         self._clock = DeviceClock(self._device, options.timed_every)
         self._clock.warm_up()
         self.graphs = Graphs(self._padded, options.keys, self._device, self._seconds)
@@ -299,12 +301,13 @@ class GpuRunner:
         Of steps with a grammar: how many there were, how long their masks took once all else was enqueued,
         and how often the device had nothing left to do by then.
         """
+        rows = self._moves.rows()
         clock, (total, active) = self._clock.read(), self._counted.take()
-        if self._expert_rows is None:
+        if rows is None:
             local = self._params.exchange.spec.local_experts
             experts = dict(zip(local, total.sum(0).tolist(), strict=True))
         else:
-            experts = self._expert_rows.by_expert(total.numpy())
+            experts = rows.by_expert(total.numpy())
         counters = {"experts_active": int(active), "kernels_compiled": self._compilations.count}
         masked = zip(
             ("masked_steps", "mask_wait_ns", "mask_starved_steps"), self._masked.tolist(), strict=True
@@ -317,25 +320,19 @@ class GpuRunner:
             clock.sums,
             experts,
             counters | clock.counters,
-            experts_move=self._expert_rows is not None,
+            experts_move=rows is not None,
         )
 
     def place(self, routes: Routes, held: Held) -> None:
         """See Runner."""
-        table, counts = self._params.slots, self._counted.take()[0].numpy()
-        if table is None:
-            raise InternalError("the experts of this rank cannot move")
-        table.set(routes)
-        if self._expert_rows is None:
-            self._expert_rows = ExpertRows(self._params.spec.router.num_experts, held)
-        else:
-            self._expert_rows.moved(counts, held)
+        self._moves.place(routes, held)
 
     def expert_rows(self) -> np.ndarray:
         """See Runner. Maybe without steps in flight."""
-        if self._expert_rows is None:
+        rows = self._moves.rows()
+        if rows is None:
             raise InternalError("the experts of this rank cannot move")
-        return self._expert_rows.of(self._counted.take()[0].numpy())
+        return rows.of(self._counted.take()[0].numpy())
 
     def _await(self, what: str) -> None:
         await_device(self._device, self._seconds, what)

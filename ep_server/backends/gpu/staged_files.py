@@ -53,10 +53,11 @@ class StreamCopies:
     """Copies on the current stream of the device, so that later work on it sees the bytes.
 
     One stream is enough for all threads: a single engine makes all copies to a GPU, in order.
+    keeps: device memory of temporary tensors stays with the process, as freeing it waits for all other work.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, keeps: bool = False) -> None:
+        self.device, self._keeps = device, keeps
 
     def buffer(self, size: int) -> torch.Tensor:
         """Pinned memory, which the device can read."""
@@ -69,9 +70,10 @@ class StreamCopies:
         return self._passed()
 
     def finish(self) -> None:
-        """Also frees the device memory of temporary tensors, so that the KV cache can use it."""
+        """Also frees the device memory of temporary tensors, unless kept: the KV cache can use it then."""
         await_event(self._passed(), COPY_SECONDS, _WHAT)
-        torch.cuda.empty_cache()
+        if not self._keeps:
+            torch.cuda.empty_cache()
 
     def _passed(self) -> Event:
         event: Event = torch.cuda.current_stream(self.device).record_event()

@@ -55,6 +55,22 @@ def await_device(device: torch.device, seconds: float, what: str = "a step") -> 
         await_stream(torch.cuda.current_stream(device), seconds, what)
 
 
+class Reading:
+    """A copy of counters on its way to the host, behind the work that the current stream has so far."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._copy.copy_(tensor, non_blocking=True)
+        device = tensor.device
+        self._arrived = torch.cuda.current_stream(device).record_event() if tensor.is_cuda else None
+
+    def result(self, seconds: float) -> torch.Tensor:
+        """On the host. Raises: InternalError if it has not arrived after so many seconds."""
+        if self._arrived is not None:
+            await_event(self._arrived, seconds, "copies of counters")
+        return self._copy
+
+
 COPY_SECONDS = 60.0  # for some kilobytes that wait for no step: the device is lost then
 
 
