@@ -5,6 +5,8 @@ Any rank may end while it writes an entry: the tag of an entry is written behind
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -19,14 +21,15 @@ from typing import Protocol
 
 import torch
 
-from ep_server.errors import StartupError, Unavailable
+from ep_server.errors import Unavailable
 from ep_server.models.experts import SlotMove, slot_parts
 from ep_server.models.layers import ModelWeights, MoeWeights
 from ep_server.models.shadow import ShadowLayout
 
 log = logging.getLogger(__name__)
 
-LOCK_BYTES = 64 << 20  # at once, roughly: the driver may delay launches of steps meanwhile
+MADV_POPULATE_WRITE = 23  # of Linux 5.14, which Python has no name for
+LOCK_BYTES = 32 << 20  # at once, roughly: the driver may delay launches of steps meanwhile
 MEASURED = 3  # samples of a rate, the fastest of which counts: other programs disturb the others
 
 
@@ -133,6 +136,7 @@ class HostExperts:
         self._tags = self._memory[: 4 * layout.count].view(torch.int32)
         self._pinned: set[int] = set()  # numbers of entries
         self._locked: list[torch.Tensor] = []
+        self._pinning = threading.Lock()
         weakref.finalize(self, _unlock, copies, self._locked).atexit = False
 
     def holds(self, version: int, layer: int, entry: int) -> bool:
@@ -140,52 +144,71 @@ class HostExperts:
         return self.layout.sparse[layer] and int(self._tags[self.layout.number(layer, entry)]) == version + 1
 
     def write(self, version: int, layer: int, entry: int, parts: Sequence[torch.Tensor]) -> None:
-        """Fills an entry from the parts of a slot, on any device. Raises: StartupError without memory."""
+        """Fills an entry from the parts of a slot, on any device. Raises: Unavailable without memory."""
         number = self.layout.number(layer, entry)
         self._tags[number] = 0
-        if self._fd is not None:  # else the first touch of a page that is not there would end the process
-            try:
-                begin = self.layout.tag_bytes + number * self.layout.pitch
-                os.posix_fallocate(self._fd, begin, self.layout.pitch)
-            except OSError as error:
-                raise StartupError(
-                    f"resilience.shadow = on: no memory for {self.layout.nbytes / 2**30:.2f} GiB of experts "
-                    f"({error.strerror}): must be off"
-                ) from error
+        self._populate(self.layout.tag_bytes + number * self.layout.pitch, self.layout.pitch)
         self.copies.download(self._entry(number), parts)
         self._tags[number] = version + 1
+
+    def _populate(self, begin: int, size: int) -> None:
+        """Makes pages that are not there: their first touch would end the process where there is no memory.
+
+        In every thread by itself. Allocating them for the descriptor takes a lock of all processes.
+        Raises: Unavailable.
+        """
+        if self._fd is None:
+            return
+        try:
+            if not populated(self._memory[begin : begin + size]):
+                os.posix_fallocate(self._fd, begin, size)
+        except OSError as error:
+            raise Unavailable(
+                f"no memory for {self.layout.nbytes / 2**30:.2f} GiB of experts ({error.strerror})"
+            ) from error
 
     def save(
         self,
         weights: ModelWeights,
         slots: Sequence[SlotMove],
         version: int,
-        threads: int,
+        pool: ThreadPoolExecutor,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> int:
         """Fills the entries of what slots hold, unless others have. Returns: how many. Raises: as write()."""
-        sparse = self.layout.sparse
-        wanted = [s for s in slots if sparse[s.layer] and not self.holds(version, s.layer, s.expert)]
+        wanted = self.lacking(slots, version)
+        self.copies.begin()
 
         def save(slot: SlotMove) -> None:
             self.write(version, slot.layer, slot.expert, _parts(weights, slot))
 
-        with ThreadPoolExecutor(threads, "shadow") as pool:
-            for done, made in enumerate([pool.submit(save, slot) for slot in wanted], 1):
-                made.result()
-                progress(done, len(wanted))
+        for done, made in enumerate([pool.submit(save, slot) for slot in wanted], 1):
+            made.result()
+            progress(done, len(wanted))
         return len(wanted)
 
-    def pin(self, wanted: Sequence[tuple[int, int]]) -> None:
-        """Locks entries, (layer, entry), for fast copies. Raises: Unavailable."""
+    def lacking(self, slots: Sequence[SlotMove], version: int) -> list[SlotMove]:
+        """Those of the slots whose experts no entry holds."""
+        sparse = self.layout.sparse
+        return [s for s in slots if sparse[s.layer] and not self.holds(version, s.layer, s.expert)]
+
+    def pin(self, wanted: Sequence[tuple[int, int]], rest: float = 0.0) -> None:
+        """Locks entries, (layer, entry), for fast copies. Several threads may call it.
+
+        rest: seconds between two pieces, in which the driver does other work. Raises: Unavailable.
+        """
         layout = self.layout
-        numbers = sorted({layout.number(*one) for one in wanted if layout.sparse[one[0]]} - self._pinned)
+        numbers = sorted({layout.number(*one) for one in wanted if layout.sparse[one[0]]})
         for run in _runs(numbers, max(1, LOCK_BYTES // layout.pitch)):
-            begin = layout.tag_bytes + run.start * layout.pitch
-            memory = self._memory[begin : begin + len(run) * layout.pitch]
-            self.copies.pin(memory)
-            self._pinned.update(run)
-            self._locked.append(memory)
+            with self._pinning:
+                for part in _runs([number for number in run if number not in self._pinned], len(run)):
+                    begin = layout.tag_bytes + part.start * layout.pitch
+                    memory = self._memory[begin : begin + len(part) * layout.pitch]
+                    self.copies.pin(memory)
+                    self._pinned.update(part)
+                    self._locked.append(memory)
+            if rest:
+                time.sleep(rest)
 
     def load(self, weights: ModelWeights, moves: Sequence[SlotMove], version: int) -> list[SlotMove]:
         """Copies entries into slots that no rows are for meanwhile.
@@ -267,6 +290,18 @@ class HostTensors:
             self._copies.finish()
             seconds.append(time.perf_counter() - began)
         return sum(tensor.nbytes for tensor in sample) / min(seconds)
+
+
+def populated(memory: torch.Tensor) -> bool:
+    """Makes the pages of a mapping. Returns: False if the system cannot do that. Raises: OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.c_void_p(memory.data_ptr())
+    if libc.madvise(address, ctypes.c_size_t(len(memory)), MADV_POPULATE_WRITE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:
+        return False
+    raise OSError(code, "out of memory" if code == errno.EFAULT else os.strerror(code))
 
 
 def _unlock(copies: HostCopies, memory: list[torch.Tensor]) -> None:

@@ -9,16 +9,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
 
-from ep_server.backends.assembly import MOST_READERS, LoadParams, RankModel, load_model
+from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.kv_copies import KvCopier, NoCopies
 from ep_server.backends.shadow import HostExperts, copies_for
@@ -26,14 +25,13 @@ from ep_server.backends.slot_loader import SlotLoader
 from ep_server.config import Config
 from ep_server.errors import StartupError, Unavailable
 from ep_server.exchange.api import Exchange, ExchangeSpec
-from ep_server.models.experts import SlotMove
 from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.shadow import ShadowLayout
 from ep_server.models.sizes import serving_dtype
 from ep_server.ranks.changes import Change
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
-from ep_server.ranks.experts import RankExperts, first_served
+from ep_server.ranks.experts import RankExperts
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.handoff.desk import HandoffDesk
 from ep_server.ranks.messages import placement_of
@@ -42,9 +40,9 @@ from ep_server.ranks.new_weights import WeightsInPlace
 from ep_server.ranks.overlap import Overlap
 from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
 from ep_server.ranks.profiler import StepProfiler
+from ep_server.ranks.shadow_filler import ShadowFiller
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import AUTO_BUDGET, IDLE, SchedulerLimits
-from ep_server.scheduler.placement import Placement
 from ep_server.scheduler.rank_scheduler import RankScheduler
 from ep_server.text.grammars.masks import GrammarMasks
 from ep_server.text.tokenizer import Tokenizer
@@ -117,11 +115,6 @@ def build_rank(
             params = replace(params, held=placement.of_rank(start.rank))
         shadow = _shadow(start, config, model_spec, device)
         model = load_model(params, progress, shadow)
-        if shadow is not None:
-            if not start.joins:  # else others may be writing new weights into it
-                _fill(shadow, model, params, placement, progress)
-            if placement is not None:  # else it never holds others
-                _lock(shadow, params.slots(model_spec), model_spec)
         masks = masks_made.result()
     loader = SlotLoader(model, shadow)
     loader.warm_up(params)  # takes its memory before the KV cache does
@@ -131,6 +124,10 @@ def build_rank(
         experts = RankExperts(params, built.runner, loader)
         experts.use(placement, frozenset(start.live))
         experts.waits = start.joins
+    filler = None if shadow is None else ShadowFiller(shadow, model, params, experts)
+    copies = not start.joins  # else others may be writing new weights into the shadow
+    if filler is not None and copies and model.compute.device.type == "cpu":
+        _fill(filler, progress)
     limits = _limits(config, model, built, device.ahead)
     if device.warms_alone or not start.joins:
         progress("warm-up", 0, 1)
@@ -140,6 +137,8 @@ def build_rank(
             device.prepare(progress)
         progress("warm-up", 1, 1)
         exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
+    if filler is not None and model.compute.device.type == "cuda":  # where it takes longest
+        filler.start(copies=copies)
     scheduler = RankScheduler(limits, start.weights_version)
     handoff = HandoffDesk.open(config, built.rows, start.rank, scheduler.handoffs)
     address, local = handoff.address
@@ -167,7 +166,7 @@ def build_rank(
         device.modes(),
         masks,
         StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
-        WeightsInPlace(model, params, scheduler, built.runner, experts, shadow).change,
+        WeightsInPlace(model, params, scheduler, built.runner, experts, shadow, filler).change,
         handoff,
         built.copier,
         experts,
@@ -183,28 +182,12 @@ def _shadow(start: pb.Start, config: Config, spec: ModelSpec, device: Device) ->
     return HostExperts(layout, copies_for(device.compute.device), start.shadow_fd)
 
 
-def _fill(
-    shadow: HostExperts, model: RankModel, params: LoadParams, placement: Placement | None, progress: Progress
-) -> None:
-    """Copies what this rank serves into the host shadow. Raises: StartupError."""
-    began = time.monotonic()
-    served = params.slots(model.spec)
-    if placement is not None:
-        served = first_served(placement, params.rank, range(placement.num_ranks))
-    threads = max(1, min(params.threads, MOST_READERS))
-    count = shadow.save(model.weights, served, params.version, threads, partial(progress, "shadow"))
-    log.info("copied %d experts into the host shadow in %.2f s", count, time.monotonic() - began)
-
-
-def _lock(shadow: HostExperts, held: Sequence[SlotMove], spec: ModelSpec) -> None:
-    """Locks what this rank may have to load. Raises: StartupError."""
-    began, own = time.monotonic(), {(one.layer, one.expert) for one in held}
-    everything = product(range(spec.num_layers), range(spec.router.num_experts))
+def _fill(filler: ShadowFiller, progress: Progress) -> None:
+    """Fills the host shadow before the rank serves. Raises: StartupError."""
     try:
-        shadow.pin([one for one in everything if one not in own])
+        filler.fill(partial(progress, "shadow"))
     except Unavailable as error:
         raise StartupError(f"resilience.shadow: {error}; off does without") from error
-    log.info("locked the host shadow in %.2f s", time.monotonic() - began)
 
 
 def _masks(config: Config, spec: ModelSpec, threads: int) -> GrammarMasks:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -101,6 +102,12 @@ class RankExperts:
                 copied,
             )
             return len(moves)
+
+    @contextmanager
+    def kept(self, slots: Sequence[SlotMove]) -> Iterator[list[SlotMove]]:
+        """Those of the slots that hold these experts; none of them changes within. In any thread."""
+        with self._loading:
+            yield [one for one in slots if self._held[one.layer][one.slot] == one.expert]
 
     def use(self, target: Placement, live: Collection[int]) -> None:
         """From the next launch on, tokens take the routes of `target` to these ranks."""

@@ -33,6 +33,7 @@ from ep_server.models.shadow import ShadowLayout
 from ep_server.ranks.changes import Change, Prepared
 from ep_server.ranks.experts import RankExperts
 from ep_server.ranks.parts import AnyRunner
+from ep_server.ranks.shadow_filler import ShadowFiller
 from ep_server.scheduler.rank_scheduler import RankScheduler
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ SAMPLE_BYTES = 64 << 20  # copied to measure the rate, roughly
 class WeightsInPlace:
     """The weights of a rank, for changes. params: how they were loaded. experts: where these can move.
 
-    shadow: the host shadow, if there is one.
+    shadow: the host shadow, if there is one. filler: of it, which may still copy the weights in force.
     """
 
     model: RankModel
@@ -54,6 +55,7 @@ class WeightsInPlace:
     runner: AnyRunner
     experts: RankExperts | None = None
     shadow: HostExperts | None = None
+    filler: ShadowFiller | None = None
 
     def change(self, path: str, version: int) -> Change:
         """A change to the weights of another checkpoint of the same shapes."""
@@ -91,6 +93,8 @@ class _NewWeights:
         Raises: CheckpointError naming a tensor or a field that differs; Unavailable without memory.
         """
         began, model = time.monotonic(), self._place.model
+        if self._place.filler is not None:
+            self._place.filler.stop()
         spec = read_spec(self._path)
         for entry in dataclasses.fields(spec):
             found, held = getattr(spec, entry.name), getattr(model.spec, entry.name)

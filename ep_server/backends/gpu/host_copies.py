@@ -27,6 +27,7 @@ class StreamHostCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._own = threading.local()
+        self._begun: torch.cuda.Event | None = None
         with torch.cuda.device(device):
             self._piece = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
@@ -46,7 +47,8 @@ class StreamHostCopies:
 
     def begin(self) -> None:
         """See HostCopies."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        event = self._begun = torch.cuda.current_stream(self._device).record_event()
+        self._stream.wait_event(event)
 
     def upload(self, into: torch.Tensor, values: torch.Tensor) -> None:
         """See HostCopies."""
@@ -83,13 +85,14 @@ class StreamHostCopies:
             return
         buffer, stream = self._buffer(len(into))
         at = 0
-        stream.wait_stream(torch.cuda.default_stream(self._device))
+        if self._begun is not None:
+            stream.wait_event(self._begun)
         with torch.cuda.stream(stream):
             for part in parts:
                 buffer[at : at + len(part)].copy_(part, non_blocking=True)
                 at += len(part)
             copied = stream.record_event()
-        await_event(copied, COPY_SECONDS, _WHAT)
+        await_event(copied, COPY_SECONDS, _WHAT, LOOK_SECONDS)
         into.copy_(buffer[: len(into)])
 
     def _buffer(self, size: int) -> tuple[torch.Tensor, torch.cuda.Stream]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -52,8 +53,9 @@ def check_loads(path: Path, poisoned: Path, dtype: str, compute: Compute) -> Non
             half = LoadParams(str(path), rank, tuple(e % 2 for e in range(count)), **how)
             model = load_model(half, shadow=shadow)
             own = half.slots(model.spec)
-            assert shadow.save(model.weights, own, 0, 2) == len(own) > 0
-            assert shadow.save(model.weights, own, 0, 2) == 0, "each entry is written once"
+            with ThreadPoolExecutor(2) as pool:
+                assert shadow.save(model.weights, own, 0, pool) == len(own) > 0
+                assert shadow.save(model.weights, own, 0, pool) == 0, "each entry is written once"
         poison_experts(poisoned)
         held = [[EMPTY, 3, layer % count, EMPTY] for layer in layers]
         joins = LoadParams(str(poisoned), 0, (), held=held, **how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_an_entry_that_changes_while_it_is_read_is_not_used(tiny: Get) -> None:
     model = load_model(params)
     with shadow_of(path, compute, "float32") as shadow:
         own = params.slots(model.spec)
-        shadow.save(model.weights, own, 0, 1)
+        with ThreadPoolExecutor(1) as pool:
+            shadow.save(model.weights, own, 0, pool)
 
         class Late(PlainCopies):
             def finish(self) -> None:

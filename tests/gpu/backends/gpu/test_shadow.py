@@ -43,6 +43,7 @@ def test_copies_wait_for_earlier_work_of_the_device() -> None:
     assert torch.equal(held.cpu(), host) and not seen.any()
     back = torch.zeros_like(host)
     held.add_(1)
+    copies.begin()
     copies.download(back, [held[:4096], held[4096:]])
     assert torch.equal(back, host + 1)
     copies.unpin(host)
