@@ -114,3 +114,22 @@ async def test_new_weights_are_those_of_a_new_server(shadow: str, tmp_path: Path
             assert poison_experts(other)
         outputs = await served.lose(1, NEW // 2, requests())
         assert [seen(output) for output in outputs] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_experts_move_behind_the_step_in_flight() -> None:
+    """Routes change while a step runs, and no output does."""
+    moved = list[int]()
+    fields = {
+        "resilience__spare_slots": "2",
+        "resilience__balance": "auto",
+        "resilience__balance_seconds": 0.2,
+    }
+    async with serving(configured(**fields), INTERPRETED) as served:
+        served.heard.on_experts_moved = moved.append  # type: ignore[method-assign]
+        expected, before = [seen(output) for output in await served.run(requests())], len(moved)
+        async with asyncio.timeout(WAIT):
+            while len(moved) == before or len(moved) < 2:
+                assert [seen(output) for output in await served.run(requests())] == expected
+        assert not served.heard.lost

@@ -17,6 +17,7 @@ class Scripted:
 
     def __init__(self, error: Exception | None = None, *, begin: bool = True) -> None:
         self.go, self.error, self.applied = threading.Event(), error, 0
+        self.needs_idle, self.outlives_loss = True, False
         if begin:
             self.go.set()
 
@@ -43,7 +44,7 @@ def answer(changes: Changes) -> OrderDone:
 def test_a_change_is_offered_only_when_the_front_says_so() -> None:
     changes, change = Changes(lambda: 3_000_000_000), Scripted(begin=False)
     changes.prepare(4, 1, change)
-    assert changes.preparing and changes.finished() is None and changes.offered == 0
+    assert changes.preparing and changes.finished() is None and changes.offered == 0 and changes.needs_idle
     with pytest.raises(WrongState, match="change 4 is not prepared"):
         changes.offer(4, 2)
     change.go.set()
@@ -55,7 +56,7 @@ def test_a_change_is_offered_only_when_the_front_says_so() -> None:
     assert changes.offered == 4 and change.applied == 0
     changes.drop(4)  # too late
     assert changes.apply(4, 1_000_000_000) == OrderDone(2, seconds=2.0)
-    assert change.applied == 1 and changes.offered == 0
+    assert change.applied == 1 and changes.offered == 0 and not changes.needs_idle
     changes.prepare(5, 3, Scripted())
     assert answer(changes) == OrderDone(3, nbytes=10, rate=2.0)
 

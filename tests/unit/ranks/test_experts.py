@@ -39,6 +39,7 @@ def test_routes_are_computed_before_the_switch(
         order = PrepareGeneration(1, 1, live, target)
         change = experts.generation(order, lambda: experts.use(order.placement, order.live))
     change.prepare()
+    assert change.needs_idle == (live != (0, 1)), "routes alone change behind the steps in flight"
     monkeypatch.setattr(module, "routes_of", lambda *_: pytest.fail("computed in the switch"))
     change.apply()
     assert placed[-1] == ([list(map(list, layer)) for layer in routes_of(target, 0, live)], target.of_rank(0))
