@@ -29,6 +29,7 @@ from ep_server.models.shadow import ShadowLayout
 log = logging.getLogger(__name__)
 
 MADV_POPULATE_WRITE = 23  # of Linux 5.14, which Python has no name for
+POPULATE_BYTES = 2 << 20  # at once: the process can map no other memory meanwhile
 LOCK_BYTES = 32 << 20  # at once, roughly: the driver may delay launches of steps meanwhile
 MEASURED = 3  # samples of a rate, the fastest of which counts: other programs disturb the others
 
@@ -71,7 +72,10 @@ class HostCopies(Protocol):
         ...
 
     def download(self, into: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Copies parts of weights into host memory, end to end. All are tensors of bytes."""
+        """Copies parts of weights into host memory, end to end, behind the last begin().
+
+        All are tensors of bytes. Several threads may call it.
+        """
         ...
 
 
@@ -160,7 +164,8 @@ class HostExperts:
         if self._fd is None:
             return
         try:
-            if not populated(self._memory[begin : begin + size]):
+            pieces = torch.split(self._memory[begin : begin + size], POPULATE_BYTES)
+            if not all(map(populated, pieces)):
                 os.posix_fallocate(self._fd, begin, size)
         except OSError as error:
             raise Unavailable(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -16,7 +17,8 @@ from ep_server.errors import Unavailable
 
 COPY_SECONDS = 60.0  # a copy waits for no peer but, at most, for steps that end within their own deadlines
 PIECE_BYTES = 1 << 20  # copied at once beside steps, whose own small copies wait for one piece at most
-LOOK_SECONDS = 100e-6  # between two checks of a piece
+BUFFER_BYTES = 4 << 20  # of a thread that copies to host memory
+LOOK_SECONDS = 100e-6  # between two checks of a copy
 _WHAT = "copies of experts"
 
 
@@ -79,28 +81,24 @@ class StreamHostCopies:
             )
 
     def download(self, into: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Through a locked buffer of this thread: `into` may not be locked."""
+        """Behind the last begin(), through a locked buffer of this thread: `into` may not be locked."""
         if not parts[0].is_cuda:
             torch.cat(list(parts), out=into)
             return
-        buffer, stream = self._buffer(len(into))
-        at = 0
+        (buffer, stream), at = self._buffer(), 0
         if self._begun is not None:
             stream.wait_event(self._begun)
-        with torch.cuda.stream(stream):
-            for part in parts:
-                buffer[at : at + len(part)].copy_(part, non_blocking=True)
-                at += len(part)
-            copied = stream.record_event()
-        await_event(copied, COPY_SECONDS, _WHAT, LOOK_SECONDS)
-        into.copy_(buffer[: len(into)])
+        for piece in chain.from_iterable(torch.split(part, BUFFER_BYTES) for part in parts):
+            with torch.cuda.stream(stream):
+                buffer[: len(piece)].copy_(piece, non_blocking=True)
+            await_event(stream.record_event(), COPY_SECONDS, _WHAT, LOOK_SECONDS)
+            into[at : at + len(piece)].copy_(buffer[: len(piece)])
+            at += len(piece)
 
-    def _buffer(self, size: int) -> tuple[torch.Tensor, torch.cuda.Stream]:
-        """Of this thread, of at least so many bytes; and its stream."""
-        held: torch.Tensor | None = getattr(self._own, "buffer", None)
-        if held is None or len(held) < size:
+    def _buffer(self) -> tuple[torch.Tensor, torch.cuda.Stream]:
+        """Of this thread, and its stream."""
+        if not hasattr(self._own, "buffer"):
             with torch.cuda.device(self._device):
-                held = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                self._own.buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
                 self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._own.buffer = held
-        return held, self._own.stream
+        return self._own.buffer, self._own.stream

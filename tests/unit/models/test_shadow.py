@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.shadow import PlainCopies
 from ep_server.backends.torch_compute import TorchCompute
+from ep_server.errors import Unavailable
 from ep_server.models.compute import Compute
 from ep_server.models.shadow import PAGE, ShadowLayout
 from tests.support.models.checkpoints import EXPERTS, Tiny
@@ -60,3 +62,18 @@ def test_entries_have_pages_of_their_own() -> None:
     layout = ShadowLayout((False, True, True), 3, PAGE + 1)
     assert layout.nbytes == PAGE + 6 * 2 * PAGE
     assert [layout.number(1, 0), layout.number(1, 2), layout.number(2, 0)] == [0, 2, 3]
+
+
+def test_missing_memory_is_an_error_and_no_signal(tiny: Get) -> None:
+    """The file is too short for its mapping, as if the system had no more pages for it."""
+    path, compute = tiny("qwen3_moe").path, TorchCompute()
+    params = LoadParams(str(path), 0, (0,) * EXPERTS, "float32", compute=compute)
+    model = load_model(params)
+    with shadow_of(path, compute, "float32") as shadow, ThreadPoolExecutor(1) as pool:
+        assert shadow._fd is not None
+        own = params.slots(model.spec)
+        os.ftruncate(shadow._fd, PAGE)  # the tags
+        with pytest.raises(Unavailable, match="no memory for"):
+            shadow.save(model.weights, own, 0, pool)
+        os.ftruncate(shadow._fd, shadow.layout.nbytes)
+        assert shadow.save(model.weights, own, 0, pool) == len(own)
