@@ -5,9 +5,10 @@
         --model benchmarks/shapes/qwen3-30b-a3b
 
 Real ranks serve a model with random weights and Zipf routing (model.routing = zipf). Streams run all the
-time. A line is printed for every 100 steps: maximum / mean rows of ranks, and tokens per second. At the end:
-the time between two tokens of a stream while experts move, and while none does. A stream that ends with an
-error, or with fewer tokens than asked for, is a failure.
+time. A line is printed for every 100 steps: maximum / mean rows of ranks, tokens per second, and the time
+between two tokens of a stream (p99). At the end: that time while experts move, and while none does. A stream
+that ends with an error, or with fewer tokens than asked for, is a failure. On GPUs ranks fill a host shadow
+(--shadow on) while the first lines are printed; --wait lets them do so before.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Gaps:
         self._engine = engine
         self.tokens = 0
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
+        self.recent: list[float] = []  # since the last line
 
     def add(self, tokens: int, since: float) -> float:
         """Tokens came. since: the time of those before, 0 = these are the first. Returns: now."""
@@ -48,12 +50,18 @@ class Gaps:
         self.tokens += tokens
         if since:
             self.seconds[self._engine.balancer.moving].append(now - since)
+            self.recent.append(now - since)
         return now
 
     def p99(self, *, moving: bool) -> str:
         """In milliseconds, and of how many."""
-        found = sorted(self.seconds[moving])
-        return f"{found[len(found) * 99 // 100] * 1000:.1f} ms of {len(found)}" if found else "none"
+        found = self.seconds[moving]
+        return f"{p99(found):.1f} ms of {len(found)}" if found else "none"
+
+
+def p99(seconds: list[float]) -> float:
+    """In milliseconds."""
+    return sorted(seconds)[len(seconds) * 99 // 100] * 1000 if seconds else 0.0
 
 
 def write_model(folder: Path, args: argparse.Namespace) -> None:
@@ -130,7 +138,9 @@ async def watch(engine: Engine, args: argparse.Namespace, gaps: Gaps) -> None:
     experts = engine.balancer.placement.num_experts
     last, tokens = time.monotonic(), gaps.tokens
     began, steps, before = time.monotonic(), steps_of(engine), await engine.balancer.count_rows()
-    print("| s | steps | mean of layers | worst layer | tokens/s |\n|---|---|---|---|---|", flush=True)
+    print(
+        "| s | steps | mean of layers | worst layer | tokens/s | p99 |\n|---|---|---|---|---|---|", flush=True
+    )
     while time.monotonic() - began < args.seconds:
         await asyncio.sleep(0.2)
         if steps_of(engine) - steps < STEPS:
@@ -138,7 +148,9 @@ async def watch(engine: Engine, args: argparse.Namespace, gaps: Gaps) -> None:
         now, passed = await engine.balancer.count_rows(), steps_of(engine) - steps
         found, clock = imbalances(before, now, experts), time.monotonic()
         mean, worst, rate = sum(found) / len(found), max(found), (gaps.tokens - tokens) / (clock - last)
-        print(f"| {clock - began:.1f} | {passed} | {mean:.3f} | {worst:.3f} | {rate:.0f} |", flush=True)
+        found, gaps.recent = gaps.recent, []
+        row = f"{clock - began:.1f} | {passed} | {mean:.3f} | {worst:.3f} | {rate:.0f} | {p99(found):.1f} ms"
+        print(f"| {row} |", flush=True)
         last, tokens = clock, gaps.tokens
         before, steps = now, steps + passed
 
@@ -150,6 +162,7 @@ async def run(args: argparse.Namespace) -> int:
         config = configured(folder, args)
         server = Server(config, ServedModel.load(config.model), RankProcesses(config, outlive=True))
         await server.start(lambda *_: None)
+        await asyncio.sleep(args.wait)
         counts = {"ended": 0, "short": 0, "failed": 0}
         async with AsyncClient(server.address) as client:
             over, gaps = asyncio.Event(), Gaps(server.engine)
@@ -178,6 +191,7 @@ def main() -> int:
     option("--spare-slots", type=int, default=3, help="per layer and rank")
     option("--balance", choices=("auto", "off"), default="auto")
     option("--shadow", choices=("on", "off"), default="off", help="experts come from host memory")
+    option("--wait", type=float, default=0.0, help="seconds between the start and the first stream")
     option("--period", type=float, default=5.0, help="seconds between plans")
     option("--moves", type=int, default=64, help="experts to load in one plan")
     option("--seconds", type=float, default=90.0)

@@ -28,7 +28,7 @@ from ep_server.models.shadow import ShadowLayout
 
 log = logging.getLogger(__name__)
 
-MADV_POPULATE_WRITE = 23  # of Linux 5.14, which Python has no name for
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # of Linux 5.14; Python has no name for them
 POPULATE_BYTES = 2 << 20  # at once: the process can map no other memory meanwhile
 LOCK_BYTES = 32 << 20  # at once, roughly: the driver may delay launches of steps meanwhile
 MEASURED = 3  # samples of a rate, the fastest of which counts: other programs disturb the others
@@ -164,8 +164,7 @@ class HostExperts:
         if self._fd is None:
             return
         try:
-            pieces = torch.split(self._memory[begin : begin + size], POPULATE_BYTES)
-            if not all(map(populated, pieces)):
+            if not populated(self._memory[begin : begin + size], MADV_POPULATE_WRITE):
                 os.posix_fallocate(self._fd, begin, size)
         except OSError as error:
             raise Unavailable(
@@ -209,11 +208,18 @@ class HostExperts:
                 for part in _runs([number for number in run if number not in self._pinned], len(run)):
                     begin = layout.tag_bytes + part.start * layout.pitch
                     memory = self._memory[begin : begin + len(part) * layout.pitch]
+                    self._map(memory)
                     self.copies.pin(memory)
                     self._pinned.update(part)
                     self._locked.append(memory)
             if rest:
                 time.sleep(rest)
+
+    def _map(self, memory: torch.Tensor) -> None:
+        """Maps pages that other processes have made. The driver would do it too, but hold its locks."""
+        if self._fd is not None:
+            with suppress(OSError):  # the driver will say so
+                populated(memory, MADV_POPULATE_READ)
 
     def load(self, weights: ModelWeights, moves: Sequence[SlotMove], version: int) -> list[SlotMove]:
         """Copies entries into slots that no rows are for meanwhile.
@@ -297,16 +303,21 @@ class HostTensors:
         return sum(tensor.nbytes for tensor in sample) / min(seconds)
 
 
-def populated(memory: torch.Tensor) -> bool:
-    """Makes the pages of a mapping. Returns: False if the system cannot do that. Raises: OSError."""
+def populated(memory: torch.Tensor, advice: int) -> bool:
+    """Makes and maps the pages of a mapping, or only maps those that are there.
+
+    advice: MADV_POPULATE_WRITE or MADV_POPULATE_READ. Returns: False if the system knows neither.
+    Raises: OSError without memory.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    address = ctypes.c_void_p(memory.data_ptr())
-    if libc.madvise(address, ctypes.c_size_t(len(memory)), MADV_POPULATE_WRITE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code == errno.EINVAL:
-        return False
-    raise OSError(code, "out of memory" if code == errno.EFAULT else os.strerror(code))
+    for piece in torch.split(memory, POPULATE_BYTES):
+        if libc.madvise(ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(len(piece)), advice) == 0:
+            continue
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:
+            return False
+        raise OSError(code, "out of memory" if code == errno.EFAULT else os.strerror(code))
+    return True
 
 
 def _unlock(copies: HostCopies, memory: list[torch.Tensor]) -> None:
