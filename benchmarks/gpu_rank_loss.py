@@ -121,6 +121,9 @@ def wait_until_served(server: subprocess.Popen[bytes], asked: argparse.Namespace
         if server.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"the server does not serve:\n{log.read_text()[-4000:]}")
         time.sleep(1)
+    if "host shadow: " in log.read_text():  # GPU ranks fill it while they serve
+        while log.read_text().count("locked the host shadow") < asked.ranks and time.monotonic() < deadline:
+            time.sleep(1)
 
 
 async def lose_ranks(asked: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ep_server.ranks.group import plan_group
+from ep_server.ranks.hosts import OneHost
 from ep_server.scheduler.placement import first_placement
 from ep_server.scheduler.placement_file import placement_values
 from ep_server.v1 import control_pb2
@@ -46,6 +48,15 @@ def without_copies(model: Answers, into: Path) -> Path:
     return into
 
 
+def filled(served: Serving) -> bool:
+    """Whether each entry of the host shadow is there: GPU ranks write them while they serve."""
+    hosts = served.group._hosts
+    assert isinstance(hosts, OneHost) and hosts._local is not None and hosts._shared is not None
+    layout, fd = hosts._local.plan.shadow, hosts._shared.shadow
+    assert layout is not None and fd is not None
+    return all(memoryview(os.pread(fd, 4 * layout.count, 0)).cast("i"))
+
+
 async def test_lost_experts_come_from_the_shadow(answers: dict[str, Answers], tmp_path: Path) -> None:
     """Those of the checkpoint are NaN by then; the new process gets its own from there too."""
     model = copied(answers["qwen3_moe"], tmp_path / "model")
@@ -53,6 +64,7 @@ async def test_lost_experts_come_from_the_shadow(answers: dict[str, Answers], tm
     fields["resilience__placement"] = str(without_copies(model, tmp_path / "placement.json"))
     async with serving(config_of(model, **fields)) as served:
         undisturbed = await served.run(requests(model))
+        await served.until(lambda: filled(served))
         assert poison_experts(model.path)
         for rank in (1, 0):
             check(model, await served.lose(rank, NEW // 2, requests(model)), undisturbed)
