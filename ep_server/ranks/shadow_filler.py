@@ -21,7 +21,7 @@ from ep_server.scheduler.placement import Placement
 log = logging.getLogger(__name__)
 
 BESIDE_THREADS = 4  # that copy while steps run
-AT_ONCE = 8  # experts copied while slots must not change
+AT_ONCE = 4  # experts copied while slots must not change: a recovery waits for them
 REST_SECONDS = 0.005  # between two pieces that are locked while steps run
 
 
