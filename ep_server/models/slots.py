@@ -21,19 +21,19 @@ Held = Sequence[Sequence[int]]  # by layer, by slot of this rank: the expert, or
 class SlotTable:
     """For the tokens of one rank: the slots that serve each expert.
 
-    slots: [layers, WAYS, E] int64 on the device: token t takes way t % WAYS. Changes in place, so captured
+    slots: [layers, WAYS, E] int32 on the device: token t takes way t % WAYS. Changes in place, so captured
       graphs that read it stay valid.
     """
 
     def __init__(self, layers: int, experts: int, device: torch.device | None = None) -> None:
-        self.slots = torch.zeros(layers, WAYS, experts, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(layers, WAYS, experts, dtype=torch.int32, device=device)
         self._first = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self._replicated = False
         self._ways = torch.zeros(0, 1, dtype=torch.int64, device=device)  # of the most tokens so far
 
     def set(self, routes: Routes) -> None:
         """Changes the table for work enqueued from here on. On a GPU nothing waits for work before."""
-        table = torch.from_numpy(np.asarray(routes, dtype=np.int64)).transpose(1, 2)
+        table = torch.from_numpy(np.asarray(routes, dtype=np.int32)).transpose(1, 2)
         self._replicated = bool((table != table[:, :1]).any())
         staged = torch.empty(table.shape, dtype=table.dtype, pin_memory=self.slots.is_cuda)
         self.slots.copy_(staged.copy_(table), non_blocking=True)
@@ -45,7 +45,7 @@ class SlotTable:
             return self._first[layer].take(ids)
         if len(self._ways) < len(ids):
             self._ways = (torch.arange(len(ids), device=ids.device) % WAYS)[:, None]
-        return self.slots[layer][self._ways[: len(ids)], ids]
+        return self.slots[layer][self._ways[: len(ids)], ids].long()
 
 
 class ExpertRows:

@@ -210,18 +210,18 @@ def first_served(placement: Placement, rank: int, live: Collection[int]) -> list
 
 
 def routes_of(placement: Placement, rank: int, live: Collection[int], rest: float = 0.0) -> np.ndarray:
-    """[layers, E, WAYS] int64: the routes of all layers; equal layers are computed once.
+    """[layers, E, WAYS] int32: the routes of all layers; equal layers are computed once.
 
     rest: seconds between two layers, in which other threads run.
     """
     layers = len(placement.experts)
-    table = np.empty((layers, WAYS, placement.num_experts), dtype=np.int64)  # as SlotTable keeps it
+    table = np.empty((layers, WAYS, placement.num_experts), dtype=np.int32)  # as SlotTable keeps it
     made: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for layer, key in enumerate(zip(placement.experts, placement.serves, strict=True)):
         if (like := made.setdefault(key, layer)) != layer:
             table[layer] = table[like]
             continue
-        table[layer] = np.array(placement.routes(layer, rank, WAYS, live), dtype=np.int64).T
+        table[layer] = np.array(placement.routes(layer, rank, WAYS, live), dtype=np.int32).T
         if rest:
             time.sleep(rest)
     return table.transpose(0, 2, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient
 from ep_server.config import Config
+from ep_server.orders import PreparePlacement, SwitchChange
+from ep_server.records import EMPTY
+from ep_server.scheduler import Placement
 from ep_server.v1 import control_pb2
 from tests.support.models.perturbed import perturbed
 from tests.support.models.poisoned import poison_experts
@@ -116,20 +120,31 @@ async def test_new_weights_are_those_of_a_new_server(shadow: str, tmp_path: Path
         assert [seen(output) for output in outputs] == expected
 
 
+def swapped(placement: Placement) -> Placement:
+    """Every expert that has a spare copy is served by that."""
+    serves = []
+    for held, before in zip(placement.experts, placement.serves, strict=True):
+        spare = {expert for expert, part in zip(held, before, strict=True) if expert != EMPTY and not part}
+        pairs = zip(held, before, strict=True)
+        serves.append(tuple(int(not part) if expert in spare else part for expert, part in pairs))
+    return replace(placement, serves=tuple(serves))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_experts_move_behind_the_step_in_flight() -> None:
-    """Routes change while a step runs, and no output does."""
-    moved = list[int]()
-    fields = {
-        "resilience__spare_slots": "2",
-        "resilience__balance": "auto",
-        "resilience__balance_seconds": 0.2,
-    }
-    async with serving(configured(**fields), INTERPRETED) as served:
-        served.heard.on_experts_moved = moved.append  # type: ignore[method-assign]
-        expected, before = [seen(output) for output in await served.run(requests())], len(moved)
-        async with asyncio.timeout(WAIT):
-            while len(moved) == before or len(moved) < 2:
-                assert [seen(output) for output in await served.run(requests())] == expected
+async def test_routes_change_behind_the_step_in_flight() -> None:
+    """And no output does."""
+    async with serving(configured(), INTERPRETED) as served:
+        expected = [seen(output) for output in await served.run(requests())]
+        engine = served.server.engine
+        orders, before = engine._delivery.orders, engine.balancer.placement
+        assert before is not None and swapped(before) != before
+        running = asyncio.ensure_future(served.run(requests()))
+        for change, placement in enumerate((swapped(before), before), 1):
+            least = change * NEW // 3
+            await served.until(lambda: max((len(one.output) for one in engine._requests), default=0) >= least)  # noqa: B023
+            await orders.give(PreparePlacement(change, placement), WAIT, "moving experts")
+            done = await orders.give(SwitchChange(change), WAIT, "moving experts")
+            assert [one.error for one in done] == ["", ""]
+        assert [seen(output) for output in await running] == expected
         assert not served.heard.lost

@@ -50,7 +50,7 @@ class Choice:
     ids: [T, K] int64, distinct per token, best choice first. weights: [T, K] float32.
     bias: [E] float32, with spec.bias only. num_tokens: [1] int32, rows that are tokens; None = all.
     drawn: draw experts at random instead; they get the router's weights.
-    slots: [W, E] int64; ids are then slots[t % W, e] instead of e. No kernel writes it.
+    slots: [W, E] int32; ids are then slots[t % W, e] instead of e. No kernel writes it.
     """
 
     spec: RouterSpec
@@ -74,7 +74,7 @@ class Choice:
         if self.num_tokens is not None:
             expect("num_tokens", self.num_tokens, torch.int32, (1,))
         if self.slots is not None:
-            expect("slots", self.slots, torch.int64, (None, spec.num_experts))
+            expect("slots", self.slots, torch.int32, (None, spec.num_experts))
         if self.drawn is not None:
             expect("numbers", self.drawn.numbers, torch.int32, (rows,))
             expect("positions", self.drawn.positions, torch.int32, (rows,))
@@ -163,7 +163,8 @@ def _route_kernel(
     real = (lane // SIZE_BLOCK < GROUPS) & (lane % SIZE_BLOCK < size)
     place = expert
     if slots is not None:  # of every expert, while the previous kernel still runs: nobody waits for it then
-        place = tl.load(slots + token % WAYS * EXPERTS + expert, mask=real, other=0).to(tl.int32)
+        # One load of a lane: with several, the logits would share one's scoreboard and wait for it.
+        place = tl.load(slots + tl.program_id(0) % WAYS * EXPERTS + expert, mask=real, other=0)
     after_previous(EARLY)
     live = True
     if num_tokens is not None:  # no branch, so that the loads below overlap this one

@@ -89,13 +89,13 @@ def test_ids_are_slots_of_a_tokens_way(name: str, ways: int) -> None:
     logits = random(tokens, spec.num_experts)
     bias = random(spec.num_experts, seed=1, scale=0.3) if spec.bias else None
     slots = torch.randperm(ways * spec.num_experts, generator=torch.Generator().manual_seed(1))
-    slots = slots.view(ways, spec.num_experts).to(DEVICE)
+    slots = slots.view(ways, spec.num_experts).to(DEVICE, torch.int32)
     experts, wanted = run(logits, bias, spec)
     ids, weights = torch.empty_like(experts), torch.empty_like(wanted)
     live = torch.tensor([tokens - 1], dtype=torch.int32, device=DEVICE)
     route(logits, Choice(spec, ids, weights, bias, live, slots=slots))
     way = torch.arange(tokens - 1, device=DEVICE)[:, None] % ways
-    assert torch.equal(ids[:-1], slots[way, experts[:-1]])
+    assert torch.equal(ids[:-1], slots[way, experts[:-1]].long())
     assert (ids[-1] == -1).all() and torch.equal(weights[:-1], wanted[:-1])
 
 
