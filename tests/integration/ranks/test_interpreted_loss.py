@@ -138,9 +138,11 @@ async def test_routes_change_behind_the_step_in_flight() -> None:
         expected = [seen(output) for output in await served.run(requests())]
         engine = served.server.engine
         orders, before = engine._delivery.orders, engine.balancer.placement
-        assert before is not None and swapped(before) != before
+        assert before is not None
+        copied = before.with_copies((0, 1))
+        assert swapped(copied) != copied
         running = asyncio.ensure_future(served.run(requests()))
-        for change, placement in enumerate((swapped(before), before), 1):
+        for change, placement in enumerate((swapped(copied), copied), 1):
             least = change * NEW // 3
             await served.until(lambda: max((len(one.output) for one in engine._requests), default=0) >= least)  # noqa: B023
             await orders.give(PreparePlacement(change, placement), WAIT, "moving experts")

@@ -163,7 +163,7 @@ def _route_kernel(
     real = (lane // SIZE_BLOCK < GROUPS) & (lane % SIZE_BLOCK < size)
     place = expert
     if slots is not None:  # of every expert, while the previous kernel still runs: nobody waits for it then
-        # One load of a lane: with several, the logits would share one's scoreboard and wait for it.
+        # One load of a lane: several take the registers and scoreboards of the logits, which then wait.
         place = tl.load(slots + tl.program_id(0) % WAYS * EXPERTS + expert, mask=real, other=0)
     after_previous(EARLY)
     live = True
