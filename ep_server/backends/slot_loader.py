@@ -22,7 +22,7 @@ class SlotLoader:
         """shadow: where experts come from that it holds."""
         self._model, self._shadow = model, shadow
         self._copies = copies_for(model.compute.device) if shadow is None else shadow.copies
-        self._opened: tuple[str, Checkpoint] | None = None
+        self._opened: tuple[tuple[str, int], Checkpoint] | None = None  # of a path and a version
 
     def warm_up(self, params: LoadParams) -> None:
         """Takes the memory for reading beside steps: allocating it then would delay them.
@@ -68,6 +68,7 @@ class SlotLoader:
         """Its headers are read once: that holds up all threads of the process."""
         if params.load_format == "dummy":
             return None
-        if self._opened is None or self._opened[0] != params.path:
-            self._opened = params.path, Checkpoint.open(params.path)
+        of = params.path, params.version
+        if self._opened is None or self._opened[0] != of:
+            self._opened = of, Checkpoint.open(params.path)
         return self._opened[1]

@@ -86,8 +86,8 @@ def test_the_checkpoint_is_opened_once(tiny: Get, monkeypatch: pytest.MonkeyPatc
     for slot in (HALF, HALF + 1):
         loader(params, [SlotMove(0, slot, EXPERTS - 1)], beside=True)
     assert opened == [params.path]
-    loader(replace(params, path=str(Path(params.path) / ".")), [], beside=True)
-    assert len(opened) == 1
+    loader(replace(params, version=1), [SlotMove(0, HALF, EXPERTS - 1)], beside=True)
+    assert len(opened) == 2, "other files may be there by then"
 
 
 def test_reading_beside_steps_is_slow(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:
