@@ -61,34 +61,30 @@ struct Span {
 // Reads the counts of every expert. Returns the number of chunks of all. Called by a whole warp.
 template <uint32_t kRows>
 __device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, uint32_t lane) {
-  constexpr uint32_t kTogether = 4;  // experts of a lane, one behind the other: most ranks take one round
+  constexpr uint32_t kAtOnce = 4;  // experts whose numbers a lane loads together
   uint32_t before = 0;
-  for (uint32_t begin = 0; begin < w.experts; begin += kTogether * 32) {
-    const uint32_t e = begin + kTogether * lane;
-    int64_t offsets[kTogether];
-    int32_t counts[kTogether];
+  for (uint32_t begin = lane; begin < w.experts + lane; begin += kAtOnce * 32) {
+    int64_t offsets[kAtOnce];
+    int32_t counts[kAtOnce];
 #pragma unroll
-    for (uint32_t i = 0; i < kTogether; ++i) {
-      offsets[i] = e + i < w.experts ? work.offsets[e + i] : 0;
-      counts[i] = e + i < w.experts ? work.counts[e + i] : 0;
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t e = begin + i * 32;
+      offsets[i] = e < w.experts ? work.offsets[e] : 0;
+      counts[i] = e < w.experts ? work.counts[e] : 0;
     }
-    uint32_t ends[kTogether], own = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kTogether; ++i) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t e = begin + i * 32;
+      if (e - lane >= w.experts) break;
       const Span span(work, offsets[i], counts[i]);
-      if (e + i < w.experts) a.first[e + i] = span.first, a.rows[e + i] = span.rows;
-      ends[i] = own += ceil_div(span.rows, kRows);
+      uint32_t end = ceil_div(span.rows, kRows);
+      for (uint32_t by = 1; by < 32; by *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, end, by);
+        if (lane >= by) end += other;
+      }
+      if (e < w.experts) a.first[e] = span.first, a.rows[e] = span.rows, a.chunk_end[e] = before + end;
+      before += __shfl_sync(~0u, end, 31);
     }
-    uint32_t end = own;
-#pragma unroll
-    for (uint32_t by = 1; by < 32; by *= 2) {
-      const uint32_t lower = __shfl_up_sync(~0u, end, by);
-      if (lane >= by) end += lower;
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kTogether; ++i)
-      if (e + i < w.experts) a.chunk_end[e + i] = before + end - own + ends[i];
-    before += __shfl_sync(~0u, end, 31);
   }
   __syncwarp();
   return before;
