@@ -38,7 +38,6 @@ class Agent:
         self._groups: dict[int, GroupRanks] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._standby = standby_pool(config, module)
-        self._filling: asyncio.Task[None] | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -63,16 +62,14 @@ class Agent:
 
     def on_serving(self) -> None:
         """The ranks serve: keeps processes on standby."""
-        if self._filling is None or self._filling.done():
-            self._filling = asyncio.create_task(self._standby.fill())
+        self._standby.fill()
 
     async def end(self) -> None:
         """Stops running ranks: SIGTERM, then SIGKILL; returns when every process is reaped."""
         for number in list(self._groups):
             self._end(number)
-        waits = [*self._ending, *([self._filling] if self._filling is not None else [])]
-        if waits:
-            await asyncio.wait(waits)
+        if self._ending:
+            await asyncio.wait(self._ending)
         await self._standby.close()
 
     def _plan(self, order: GroupOrder) -> None:

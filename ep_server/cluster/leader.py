@@ -54,7 +54,6 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         self._current: NodeGroup | None = None
         self._serving = self._served = False
         self._standby = standby_pool(config, module)
-        self._filling: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._closed = False
         self._port: Port | None = None
@@ -165,8 +164,8 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
 
     def _fill(self) -> None:
         """Keeps processes on standby while the server serves."""
-        if self._serving and (self._filling is None or self._filling.done()):
-            self._filling = asyncio.create_task(self._standby.fill())
+        if self._serving:
+            self._standby.fill()
 
     async def close(self, code: int, reason: str) -> None:
         """Stops all followers with this exit code and closes the port. Idempotent."""
@@ -174,8 +173,6 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             return
         self._closed = True
         self._claim.cancel()
-        if self._filling is not None:
-            await asyncio.wait((self._filling,))
         await self._standby.close()
         links = list(self._links.values())
         for link in links:

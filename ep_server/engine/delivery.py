@@ -222,15 +222,18 @@ class Delivery:
         self.phases.served(restarted.load_seconds)
 
     def _move(self, ready: Sequence[RankReady], max_context: int) -> None:
-        """Gives requests of absent ranks to live ones, oldest first; ends those that no longer fit."""
-        live, tokens = {each.rank for each in ready}, self._requests.run_again()
+        """Spreads requests that no rank has over the live ones, oldest first; ends those that no longer fit.
+
+        New processes in the place of lost ones would run them alone, while the others wait in each step.
+        """
+        tokens, given = self._requests.run_again(), set[int]()
         for active in sorted(self._requests, key=lambda active: active.request.number):
             length = len(active.request.prompt_ids) + active.request.stopping.max_new_tokens
             if length > max_context:
                 why = f"the ranks that are left have room for {max_context} tokens, it may need {length}"
                 self.fail(active, Event.FAIL, RankLost(f"{self.lost_message}; {why}"), at_rank=False)
-            elif active.rank not in live:
-                self._requests.give(active, ready, tokens)
+            elif not active.submitted and active.request.number not in given:
+                given |= {each.request.number for each in self._requests.give(active, ready, tokens)}
 
     def resume(self) -> int:
         """Gives every open request that no rank has to its rank, oldest first. Returns: how many.

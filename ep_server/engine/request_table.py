@@ -141,22 +141,25 @@ class RequestTable:
         return [each for each in found if _group(each.request) == _group(active.request)]
 
     def run_again(self) -> Counter[int]:
-        """By rank: tokens of requests that have lost their rank, and have no token since."""
+        """By rank: tokens of requests that it was given after a loss, and that have no token since."""
         found = Counter[int]()
         for active in self:
-            if active.losses:
+            if active.losses and active.submitted:
                 found[active.rank] += len(active.request.prompt_ids) + active.output_tokens
         return found
 
-    def give(self, active: ActiveRequest, ready: Sequence[RankReady], tokens: Counter[int]) -> None:
+    def give(
+        self, active: ActiveRequest, ready: Sequence[RankReady], tokens: Counter[int]
+    ) -> list[ActiveRequest]:
         """A request and the others of its call continue at one of these ranks.
 
-        tokens: by rank, of all that it has to run again; counts these too.
+        tokens: by rank, of all that it has to run again; counts these too. Returns: all of the call.
         """
         call = self.call_of(active)
         rank = spread_rank(self.loads(ready), tokens)
         tokens[rank] += sum(len(each.request.prompt_ids) + each.output_tokens for each in call)
         self.move(call, rank)
+        return call
 
     def move(self, call: Sequence[ActiveRequest], rank: int) -> None:
         """All sequences that the table has of one call get another rank."""

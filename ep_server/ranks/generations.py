@@ -132,13 +132,13 @@ class Generations:
             new -= fresh
             live, placement = self._without(dead)
             if dead & live:
-                await self._start(dead)
-                await self._until_ready(dead, "one is replaced")
+                there = await self._replaced(dead)
                 if board.signs or not dead <= self._joining:
                     continue
-                self._joining -= dead
-                new |= dead
-                dead = set()
+                self._joining -= there
+                new |= there
+                dead -= there
+                live, placement = self._without(dead)
             self.generation += 1
             self._regrouped.clear()
             for rank in live:
@@ -152,6 +152,26 @@ class Generations:
                 return self._recovered(live, placement, new)
         raise StartupError("too many ranks are lost")
 
+    async def _replaced(self, dead: Collection[int]) -> set[int]:
+        """Starts processes in the place of lost ranks, and waits for as many as the others need to go on.
+
+        Those that are not ready by then join later. Returns: the others; incomplete if a rank is lost.
+        """
+        board, loading = self._board, set(dead)
+        await self._start(loading - self._joining)
+        while loading & self._without(loading)[0]:
+            await board.until(
+                lambda: (
+                    not loading.isdisjoint(board.ready) or bool(board.signs) or not loading <= self._joining
+                ),
+                self._timing.start_stall,
+                "one is replaced",
+            )
+            if board.signs or not loading <= self._joining:
+                break
+            loading.difference_update(board.ready)
+        return set(dead) - loading
+
     def _recovered(self, live: frozenset[int], placement: Placement | None, new: set[int]) -> Restarted:
         gone = self.live - live
         self.live, self.placement, self.over = live, placement, True
@@ -161,7 +181,7 @@ class Generations:
         self.report()
         self.bring_back()
         seconds = max(self._regrouped.values(), default=0.0)
-        return Restarted([*self._board.ready.values()], live - new, seconds)
+        return Restarted([self._board.ready[rank] for rank in sorted(live)], live - new, seconds)
 
     def _without(self, dead: Collection[int]) -> tuple[frozenset[int], Placement | None]:
         """The live ranks and placement of the next generation: all of now, if the others cannot go on."""
@@ -245,7 +265,7 @@ class Generations:
                 await asyncio.sleep(AGAIN_SECONDS)
         for rank in sorted(set(self.out) - self.live - self.held):
             log.error("rank %d stays out: %s; look at the host", rank, self.out[rank])
-        await self._replacing.prepare()
+        self._replacing.prepare()
 
     async def join(self, ranks: Collection[int]) -> float:
         """Starts processes and has them take part once they are ready. Raises: StartupError, Unavailable.
@@ -260,7 +280,11 @@ class Generations:
             self._counted -= set(begun)
             self._failed = {rank: why for rank, why in self._failed.items() if rank not in begun}
             await self._start(begun)
-        await self._until_ready(ranks, "one starts", alone=True)
+        await self._board.until(
+            lambda: set(ranks) <= set(self._board.ready) or not set(ranks) <= self._joining | self.live,
+            self._timing.start_stall,
+            "one starts",
+        )
         lost = sorted(set(ranks) - self._joining - self.live)
         if lost:
             why = "".join(f"; rank {rank}: {self._failed[rank]}" for rank in lost if rank in self._failed)
@@ -356,19 +380,6 @@ class Generations:
                 self._board.send(process.rank, pb.ToRank(shutdown=pb.Shutdown()))
             await ended(processes, self._timing.grace)
             await self._end(ranks)
-
-    async def _until_ready(self, ranks: Collection[int], what: str, *, alone: bool = False) -> None:
-        """Or until one of them is lost; unless `alone`, any one of the group."""
-        ready, wanted = self._board.ready, set(ranks)
-        await self._board.until(
-            lambda: (
-                all(rank in ready for rank in wanted)
-                or not wanted <= self._joining | (self.live if alone else set())
-                or (bool(self._board.signs) and not alone)
-            ),
-            self._timing.start_stall,
-            what,
-        )
 
     async def _until_over(self) -> None:
         """Raises: Unavailable if a recovery takes longer than a start may."""

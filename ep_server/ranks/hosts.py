@@ -28,7 +28,7 @@ from ep_server.ranks.group import (
     topology_of,
 )
 from ep_server.ranks.messages import placement_message
-from ep_server.ranks.process import NO_CALLBACKS, STANDBY, RankCallbacks, RankProcess
+from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.ranks.slots import num_ranks, with_spares
 from ep_server.ranks.standby import StandbyPool
 from ep_server.scheduler.placement import Placement
@@ -37,7 +37,6 @@ from ep_server.v1 import rank_pb2 as pb
 log = logging.getLogger(__name__)
 
 WORKER = "ep_server.ranks.life"
-END_SECONDS = 10.0
 
 
 class Rank(Protocol):
@@ -107,8 +106,8 @@ class Replacing(Protocol):
         """Of the group."""
         ...
 
-    async def prepare(self) -> None:
-        """Starts as many processes on standby as are wanted."""
+    def prepare(self) -> None:
+        """Begins to start as many processes on standby as are wanted."""
         ...
 
     async def replace(
@@ -160,7 +159,7 @@ class OneHost:
         self._weights = 0
         self._local: LocalRanks | None = None
         self._shared: SharedMemory | None = None
-        self._standby: list[RankProcess] = []
+        self._standby = standby_pool(config, module)
 
     @property
     def replacing(self) -> OneHost | None:
@@ -193,30 +192,21 @@ class OneHost:
         assert self._local is not None
         return self._local.plan
 
-    async def prepare(self) -> None:
+    def prepare(self) -> None:
         """As Replacing.prepare."""
-        if self._local is None or self._shared is None:
-            return
-        self._standby = [process for process in self._standby if not process.exited.is_set()]
-        try:
-            while len(self._standby) < self._config.resilience.standby:
-                self._standby.append(await _process(self._local, STANDBY, self._shared, NO_CALLBACKS))
-        except OSError as error:
-            log.warning("no process can be kept on standby: %s", error)
+        if self._shared is not None:
+            self._standby.fill()
 
     async def replace(
         self, rank: int, callbacks: RankCallbacks, live: Sequence[int], placement: Placement | None
     ) -> Rank:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
-        process = next((one for one in self._standby if not one.exited.is_set()), None)
-        if process is None:
-            process = await _process(self._local, rank, self._shared, callbacks)
-        else:
-            self._standby.remove(process)
-        process.become(rank, callbacks)
+        process, inside = await _process(self._local, rank, self._shared, callbacks, self._standby)
         start = _start(self._local, rank, self._shared, live, placement)
         start.joins = True
+        if inside is not None:
+            start.handover = inside
         process.send(pb.ToRank(start=start).SerializeToString())
         return process
 
@@ -227,12 +217,7 @@ class OneHost:
 
     async def close(self) -> None:
         """As Replacing.close."""
-        standby, self._standby = self._standby, []
-        for process in standby:
-            process.signal(signal.SIGKILL)
-        await ended(standby, END_SECONDS)
-        for process in standby:
-            process.close()
+        await self._standby.close()
         shared, self._shared = self._shared, None
         for fd in shared.descriptors if shared else ():
             os.close(fd)
@@ -290,27 +275,35 @@ async def _spawn_all(
     standby: StandbyPool | None = None,
 ) -> None:
     for rank in local_ranks(local.config):
-        waiting = standby.take() if standby is not None else None
-        if waiting is None:
-            process = await _process(local, rank, shared, callbacks)
-        else:
-            process = waiting.become(rank, callbacks, shared.descriptors)
+        process, inside = await _process(local, rank, shared, callbacks, standby)
         started(process)
-        start = _start(local, process.rank, shared, range(num_ranks(local.config)), local.plan.placement)
-        if waiting is not None:
-            start.handover = waiting.inside
+        start = _start(local, rank, shared, range(num_ranks(local.config)), local.plan.placement)
+        if inside is not None:
+            start.handover = inside
         process.send(pb.ToRank(start=start).SerializeToString())
 
 
 async def _process(
-    local: LocalRanks, rank: int, shared: SharedMemory, callbacks: RankCallbacks
-) -> RankProcess:
+    local: LocalRanks,
+    rank: int,
+    shared: SharedMemory,
+    callbacks: RankCallbacks,
+    standby: StandbyPool | None,
+) -> tuple[RankProcess, int | None]:
+    """One on standby, if there is one, else a new one. Raises: OSError.
+
+    Returns: it, and Start.handover if it was on standby.
+    """
+    waiting = standby.take() if standby is not None else None
+    if waiting is not None:
+        return waiting.become(rank, callbacks, shared.descriptors), waiting.inside
     hang_seconds = local.config.exchange.timeout_seconds
-    return await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
+    made = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
+    return made, None
 
 
 def standby_pool(config: Config, module: str = WORKER) -> StandbyPool:
-    """Processes on standby on this host of several; it is empty until fill()."""
+    """Processes on standby on this host; it is empty until fill()."""
     return StandbyPool(standby_processes(config), module, config.exchange.timeout_seconds)
 
 

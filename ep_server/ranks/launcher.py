@@ -137,7 +137,7 @@ class RankProcesses:
                 self._generations = Generations(
                     self._board, replacing, callbacks, listener, seconds, self._rank_losses
                 )
-                await replacing.prepare()
+                replacing.prepare()
         except BaseException:
             await self.stop()
             raise

@@ -13,16 +13,18 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ep_server.errors import StartupError
-from ep_server.ranks.process import NO_CALLBACKS, STANDBY, RankCallbacks, RankProcess
+from ep_server.ranks.process import NO_CALLBACKS, STANDBY, RankCallbacks, RankProcess, exit_reason
 from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
 RECEIVE_SECONDS = 10.0
+FILL_SECONDS = 2.0  # before a process starts: after a loss the requests run again first, on the same cores
+LONGEST_FILL_SECONDS = 60.0  # the same where processes end again and again
 MAX_DESCRIPTORS = 250  # that a message of a Unix socket may carry, with a margin
 
 
@@ -48,34 +50,37 @@ class Waiting:
 
 
 class StandbyPool:
-    """At most `count` processes."""
+    """At most `count` processes. One that ends is replaced."""
 
-    def __init__(self, count: int, module: str, hang_seconds: float) -> None:
-        """module, hang_seconds: as RankProcess.spawn."""
+    def __init__(self, count: int, module: str, hang_seconds: float, seconds: float = FILL_SECONDS) -> None:
+        """module, hang_seconds: as RankProcess.spawn. seconds: from fill() until processes start."""
         self._count, self._module, self._hang_seconds = count, module, hang_seconds
+        self._seconds = self._wait = seconds
         self._waiting: list[Waiting] = []
-        self._closed = False
+        self._closed = asyncio.Event()
+        self._filling: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"StandbyPool({self._waiting!r})"
 
-    async def fill(self) -> None:
-        """Starts as many as are missing."""
-        self._drop_ended()
-        try:
-            while len(self._waiting) < self._count and not self._closed:
-                self._waiting.append(await self._start())
-        except OSError as error:
-            log.warning("no process can be kept on standby: %s", error)
+    def fill(self) -> None:
+        """Begins to start as many as are missing."""
+        if not self._closed.is_set() and (self._filling is None or self._filling.done()):
+            self._filling = asyncio.get_running_loop().create_task(self._fill(self._wait))
 
     def take(self) -> Waiting | None:
-        """One that waits; None if none does."""
-        self._drop_ended()
-        return self._waiting.pop(0) if self._waiting else None
+        """One that waits; None if none does. fill() follows."""
+        self._wait = self._seconds
+        found = next((one for one in self._waiting if not one.process.exited.is_set()), None)
+        if found is not None:
+            self._waiting.remove(found)
+        return found
 
     async def close(self) -> None:
         """Ends all. Idempotent."""
-        self._closed = True
+        self._closed.set()
+        if self._filling is not None:
+            await asyncio.wait((self._filling,))
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             one.process.signal(signal.SIGKILL)
@@ -85,18 +90,38 @@ class StandbyPool:
         for one in waiting:
             one.close()
 
-    def _drop_ended(self) -> None:
-        for one in self._waiting:
-            if one.process.exited.is_set():
-                one.close()
-        self._waiting = [one for one in self._waiting if not one.process.exited.is_set()]
+    async def _fill(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
+        try:
+            while len(self._waiting) < self._count and not self._closed.is_set():
+                one = await self._start()
+                if one.process.ended.is_set():
+                    one.close()
+                else:
+                    self._waiting.append(one)
+        except OSError as error:
+            log.warning("no process can be kept on standby: %s", error)
+
+    def _on_exit(self, _rank: int, code: int) -> None:
+        """One has ended before it became a rank."""
+        if self._closed.is_set():
+            return
+        log.warning("a process on standby %s; another one starts in %.0f s", exit_reason(code), self._wait)
+        for one in [one for one in self._waiting if one.process.ended.is_set()]:
+            self._waiting.remove(one)
+            one.close()
+        self.fill()
+        self._wait = min(2 * self._wait, LONGEST_FILL_SECONDS)
 
     async def _start(self) -> Waiting:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        callbacks = replace(NO_CALLBACKS, on_exit=self._on_exit)
         with theirs:
             try:
                 process = await RankProcess.spawn(
-                    STANDBY, self._module, (theirs.fileno(),), NO_CALLBACKS, self._hang_seconds
+                    STANDBY, self._module, (theirs.fileno(),), callbacks, self._hang_seconds
                 )
             except BaseException:
                 ours.close()
@@ -108,7 +133,8 @@ def receive(start: pb.Start) -> None:
     """In a process that was on standby: fills in the descriptors of its group. Raises: StartupError."""
     if not start.HasField("handover"):
         return
-    wanted = 1 + len(start.bells)
+    bells = len(start.bells)
+    wanted = 1 + bells + start.HasField("shadow_fd")
     with socket.socket(fileno=start.handover) as inherited:
         inherited.settimeout(RECEIVE_SECONDS)
         try:
@@ -119,6 +145,8 @@ def receive(start: pb.Start) -> None:
         for fd in found:
             os.close(fd)
         raise StartupError(f"{len(found)} descriptors were handed over, {wanted} are needed")
-    start.exchange_fd = found[0]
-    start.bells[:] = found[1:]
+    start.exchange_fd, *rest = found
+    start.bells[:] = rest[:bells]
+    if start.HasField("shadow_fd"):
+        start.shadow_fd = rest[bells]
     start.ClearField("handover")

@@ -33,9 +33,18 @@ CONFIG = Config.from_values(
 @pytest.fixture
 async def pool() -> AsyncIterator[StandbyPool]:
     made = standby_pool(CONFIG)
-    await made.fill()
+    made.fill()
+    await full(made)
     yield made
     await made.close()
+
+
+async def full(pool: StandbyPool) -> list[int]:
+    """Process ids, once there are as many as there shall be."""
+    async with asyncio.timeout(WAIT):
+        while len(pool._waiting) < 2:
+            await asyncio.sleep(0.01)
+    return [one.process.pid for one in pool._waiting]
 
 
 async def test_a_group_starts_with_processes_on_standby(pool: StandbyPool) -> None:
@@ -55,10 +64,22 @@ async def test_a_group_starts_with_processes_on_standby(pool: StandbyPool) -> No
             await ranks.stop()
 
 
+async def test_one_that_ends_is_replaced(pool: StandbyPool) -> None:
+    """Without a loss of a rank, and again."""
+    for _ in range(2):
+        first, second = [one.process for one in pool._waiting]
+        first.signal(signal.SIGKILL)
+        async with asyncio.timeout(WAIT):
+            await first.ended.wait()
+        assert [one.process for one in pool._waiting] == [second]
+        kept, made = await full(pool)
+        assert kept == second.pid and made not in (first.pid, second.pid)
+
+
 async def test_nothing_is_left_of_a_pool_that_is_closed(pool: StandbyPool) -> None:
     waiting = [one.process for one in pool._waiting]
     assert len(waiting) == 2
     await pool.close()
     assert all(process.exited.is_set() for process in waiting)
-    await pool.fill()
-    assert pool.take() is None
+    pool.fill()
+    assert pool.take() is None and pool._filling.done()

@@ -50,22 +50,28 @@ def test_a_request_goes_through_the_table() -> None:
     assert len(made) == 1 and made.ranks[0].in_flight == made.ranks[0].tokens == 0
 
 
-def test_requests_of_a_lost_rank_are_spread() -> None:
-    """Also over what an earlier loss has left to run again."""
+@pytest.mark.parametrize(
+    ("ready", "ranks", "run"),
+    [((1, 2), [2, 2, 1], {1: 80, 2: 60}), ((0, 1, 2), [2, 0, 0], {0: 60, 1: 50, 2: 30})],
+)
+def test_requests_of_a_lost_rank_are_spread(
+    ready: tuple[int, ...], ranks: list[int], run: dict[int, int]
+) -> None:
+    """Also over what an earlier loss has left to run again, and over a new process in its place."""
     made = RequestTable(3)
     lost, again = [active(number, prompt=30) for number in (1, 2, 3)], active(4, rank=1, prompt=50)
     for each in (*lost, again, active(5, rank=2, prompt=60)):
         made.add(each)
     for each in (*lost, again):
         each.losses = 1
+    again.submitted = True
     tokens = made.run_again()
-    assert tokens == {0: 90, 1: 50}
-    ready = [replace(READY[0], rank=rank) for rank in (1, 2)]
+    assert tokens == {1: 50}
     for each in lost:
-        made.give(each, ready, tokens)
+        made.give(each, [replace(READY[0], rank=rank) for rank in ready], tokens)
     made.check_integrity()
-    assert [each.rank for each in lost] == [2, 2, 1]
-    assert (tokens[1], tokens[2]) == (80, 60)
+    assert [each.rank for each in lost] == ranks
+    assert tokens == run
 
 
 def test_a_shared_prompt_is_counted_once() -> None:

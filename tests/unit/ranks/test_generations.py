@@ -16,18 +16,20 @@ from ep_server.ranks.generations import Generations
 from ep_server.ranks.process import NO_CALLBACKS
 from ep_server.ranks.signs import Kind, Sign
 from ep_server.scheduler.placement import Placement
+from ep_server.v1 import rank_pb2 as pb
 
 PLACEMENT = Placement(4, 4, ((*range(4), *range(4), *[-1] * 4),), ((1,) * 4 + (0,) * 8,))
 
 
 class Process:
-    """That of a rank. It ends at once by any signal."""
+    """That of a rank. It ends at once by any signal. heard: gets what is sent to it."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, heard: Callable[[int, bytes], None] = lambda rank, payload: None) -> None:
         self.rank, self.ended, self.exited = rank, asyncio.Event(), asyncio.Event()
+        self._heard = heard
 
     def send(self, payload: bytes) -> None:
-        pass
+        self._heard(self.rank, payload)
 
     def signal(self, number: signal.Signals) -> None:
         self.ended.set()
@@ -38,17 +40,24 @@ class Process:
 
 
 class Hosts:
-    """started: ranks, in order."""
+    """started: ranks, in order. heard: of their processes."""
 
     def __init__(self) -> None:
         spares = SimpleNamespace(lacking_bytes=lambda live: 0)
         self.plan = SimpleNamespace(placement=PLACEMENT, spares=spares)
         self.started: list[Process] = []
+        self.heard: Callable[[int, bytes], None] = lambda rank, payload: None
 
     async def replace(self, rank: int, callbacks: Any, live: Sequence[int], placement: Any) -> Process:
         await asyncio.sleep(0)
-        self.started.append(Process(rank))
+        self.started.append(Process(rank, self.heard))
         return self.started[-1]
+
+    def report_lost(self, rank: int, generation: int) -> None:
+        pass
+
+    def prepare(self) -> None:
+        pass
 
 
 def group(stall: float = 60.0) -> tuple[Board, Hosts, Generations]:
@@ -58,6 +67,36 @@ def group(stall: float = 60.0) -> tuple[Board, Hosts, Generations]:
     listener: Any = SimpleNamespace(on_group=lambda state: None, on_rank_lost=lambda rank, cause: None)
     timing = Timing(start_stall=stall, grace=1.0, kill=60.0, answer=60.0)
     return board, hosts, Generations(board, hosts, NO_CALLBACKS, listener, timing, 0)
+
+
+def four_ranks() -> tuple[Board, Hosts, Generations]:
+    """Any three of them hold all experts, two do not. Processes regroup at once."""
+
+    def heard(rank: int, payload: bytes) -> None:
+        message = pb.ToRank.FromString(payload)
+        if message.WhichOneof("kind") == "regroup":
+            made.on_regrouped(rank, pb.Regrouped(generation=message.regroup.generation))
+
+    hosts: Any = Hosts()
+    hosts.heard = heard
+    hosts.plan.placement = Placement(8, 3, ((0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1),), ((1, 1, 0) * 4,))
+    board: Any = Board({rank: Process(rank, heard) for rank in range(4)})
+    board.ready |= {rank: ready(rank) for rank in range(4)}
+    listener: Any = SimpleNamespace(on_group=lambda state: None, on_rank_lost=lambda rank, cause: None)
+    timing = Timing(start_stall=60.0, grace=1.0, kill=60.0, answer=60.0)
+    made = Generations(board, hosts, NO_CALLBACKS, listener, timing, 0)
+    return board, hosts, made
+
+
+def ready(rank: int) -> Any:
+    return SimpleNamespace(rank=rank, load_seconds=0.0)
+
+
+def lose(board: Board, *ranks: int) -> None:
+    for rank in ranks:
+        board.processes[rank].signal(signal.SIGKILL)
+        board.signs.append(Sign(Kind.EXIT, rank, RankLost("killed"), killed=True))
+    board.heard.set()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -119,3 +158,41 @@ async def test_who_shall_not_join_is_let_go() -> None:
     board.heard.set()
     with pytest.raises(Unavailable, match="were lost while they started"):
         await asyncio.wait_for(joining, 30)
+
+
+async def test_one_of_two_lost_ranks_joins_later() -> None:
+    """The others go on as soon as one is there again."""
+    board, hosts, made = four_ranks()
+    lose(board, 1, 3)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: []))
+    await until(lambda: len(hosts.started) == 2)
+    board.ready[3] = ready(3)
+    board.heard.set()
+    restarted = await asyncio.wait_for(restarting, 30)
+    assert made.live == {0, 2, 3} == {each.rank for each in restarted.ready}
+    assert restarted.kept == {0, 2}
+    assert made.placement is not None and made.placement.slots_per_rank == 3
+    joins: list[set[int]] = []
+    made.change = lambda live: joins.append(set(live)) or asyncio.sleep(3600)  # type: ignore[method-assign]
+    board.ready[1] = ready(1)
+    board.heard.set()
+    await until(lambda: joins)
+    assert joins == [{0, 1, 2, 3}]
+    assert [process.rank for process in hosts.started] == [1, 3], "the same processes"
+    await made.stop()
+
+
+async def test_a_loss_meanwhile_starts_no_process_twice() -> None:
+    board, hosts, made = four_ranks()
+    lose(board, 1, 3)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: []))
+    await until(lambda: len(hosts.started) == 2)
+    lose(board, 2)
+    await until(lambda: len(hosts.started) == 3)
+    for rank in (1, 2, 3):
+        board.ready[rank] = ready(rank)
+    board.heard.set()
+    await asyncio.wait_for(restarting, 30)
+    assert made.live == {0, 1, 2, 3}
+    assert [process.rank for process in hosts.started] == [1, 3, 2]
+    await made.stop()

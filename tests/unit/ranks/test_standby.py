@@ -22,18 +22,16 @@ def front() -> Iterator[tuple[socket.socket, int]]:
         yield ours, theirs.detach()
 
 
-def test_a_rank_gets_segment_and_bells_in_order(front: tuple[socket.socket, int]) -> None:
+@pytest.mark.parametrize("shadow", [None, 10])
+def test_a_rank_gets_all_descriptors_in_order(front: tuple[socket.socket, int], shadow: int | None) -> None:
     ours, inside = front
-    made = [os.memfd_create(name) for name in ("segment", "first", "second")]
+    names = ["segment", "first", "second"] + ["shadow"] * (shadow is not None)
+    made = [os.memfd_create(name) for name in names]
     socket.send_fds(ours, [b"x"], made)
-    start = pb.Start(exchange_fd=7, bells=[8, 9], handover=inside)
+    start = pb.Start(exchange_fd=7, bells=[8, 9], handover=inside, shadow_fd=shadow)
     receive(start)
-    got = [start.exchange_fd, *start.bells]
-    assert [str(Path(f"/proc/self/fd/{fd}").readlink()).split(":")[1].split()[0] for fd in got] == [
-        "segment",
-        "first",
-        "second",
-    ]
+    got = [start.exchange_fd, *start.bells, *([start.shadow_fd] if start.HasField("shadow_fd") else [])]
+    assert [str(Path(f"/proc/self/fd/{fd}").readlink()).split(":")[1].split()[0] for fd in got] == names
     assert not start.HasField("handover")
     for fd in (*made, *got):
         os.close(fd)
