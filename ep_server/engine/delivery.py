@@ -247,7 +247,7 @@ class Delivery:
                 if self._requests.with_number(number) is None:  # it ended while the ranks regrouped
                     self._ranks.cancel(rank, number)
         waiting = [active for active in self._requests if not active.submitted]
-        self.phases.resumed(active.request.number for active in waiting)
+        self.phases.resumed(active.request.number for active in waiting if active.output_tokens)
         for active in sorted(waiting, key=lambda active: active.request.number):
             if active.losses > MAX_LOSSES:
                 why = f"{self.lost_message}; it was lost {active.losses} times without a token in between"

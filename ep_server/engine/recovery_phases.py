@@ -42,7 +42,7 @@ class RecoveryPhases:
         self._end(RecoveryPhase.REGROUP, self._served_at - self._lost_at)
 
     def resumed(self, numbers: Iterable[int]) -> None:
-        """Requests that the ranks were given to continue."""
+        """Requests with tokens that the ranks were given to continue."""
         self._continuing = set(numbers)
         self._no_token = True
 
