@@ -153,7 +153,9 @@ class Servers:
             before = sum(sum(each.cpu_times()[:2]) for each in found)
             await asyncio.sleep(IDLE_SECONDS)
             used = sum(sum(each.cpu_times()[:2]) for each in found) - before
-            return (bool(found) or not self.standby) and used < IDLE_SHARE * IDLE_SECONDS
+            # One that a busy machine gives no core uses none either, but does not sleep.
+            asleep = all(each.status() == psutil.STATUS_SLEEPING for each in found)
+            return len(found) >= self.nodes * self.standby and asleep and used < IDLE_SHARE * IDLE_SECONDS
         return False
 
     def ranks_of(self, node: int = 0) -> list[psutil.Process]:

@@ -49,7 +49,7 @@ from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient
 from ep_server.errors import EpServerError
 
-RECOVER_SECONDS, STANDBY_SECONDS = 300.0, 20.0
+RECOVER_SECONDS, STANDBY_SECONDS = 300.0, 60.0
 HANG_SECONDS = 3.0  # of the case `stop`; else so long that a busy machine looks like no hang
 WARM = 0.1  # share of the losses before memory is first looked at
 EVERY = 0.3  # mean seconds from one recovery to the next loss
