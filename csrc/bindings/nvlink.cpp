@@ -155,6 +155,22 @@ std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t> bulk_block(uint64_t
   return {b.scales, b.ids, b.weights, b.sources, b.total};
 }
 
+// See delay.hpp. op: 0 = dispatch, 1 = combine.
+void delay(Group& group, uintptr_t stream, uint32_t op, uint32_t halves, bool next_reads_ahead,
+           uintptr_t handle) {
+  const cuda::OnDevice here(group.ordinal());
+  const cuda::Delayed delayed{Op(op), cuda::Halves(halves), next_reads_ahead, pointer<DeviceHandle>(handle)};
+  cuda::check(cuda::delay(pointer<CUstream_st>(stream), group.overlaps(), group.device(), group.delay_cells(),
+                          delayed),
+              "delay");
+}
+
+void compare_clocks(Group& group, uintptr_t stream) {
+  const cuda::OnDevice here(group.ordinal());
+  cuda::check(cuda::compare_clocks(pointer<CUstream_st>(stream), group.device(), group.delay_cells()),
+              "compare_clocks");
+}
+
 void set_faults(Group& group, const std::vector<FaultTuple>& faults) {
   std::vector<cuda::DeviceFault> plan;
   for (const auto& [op, phase, drops, epoch, delay_ns] : faults)
@@ -388,17 +404,18 @@ void bind_nvlink(py::module_& m) {
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,
                        uint32_t num_banks, uint32_t payload, uint32_t reduction, uint32_t rank,
                        const std::vector<int32_t>& placement, int device, uint64_t timeout_ns,
-                       bool mask_on_timeout, uint64_t heap_bytes) {
+                       bool mask_on_timeout, uint64_t heap_bytes, bool delays) {
              const Geometry geometry{
                  num_ranks, uint32_t(placement.size()), max_tokens,           hidden, top_k,
                  num_banks, Payload(payload),           Reduction(reduction), 0};
-             return std::make_unique<Group>(geometry, rank, placement,
-                                            cuda::Options{device, timeout_ns, mask_on_timeout, heap_bytes});
+             return std::make_unique<Group>(
+                 geometry, rank, placement,
+                 cuda::Options{device, timeout_ns, mask_on_timeout, heap_bytes, delays});
            }),
            py::kw_only(), py::arg("num_ranks"), py::arg("max_tokens"), py::arg("hidden"), py::arg("top_k"),
            py::arg("num_banks"), py::arg("payload"), py::arg("reduction"), py::arg("rank"),
            py::arg("placement"), py::arg("device"), py::arg("timeout_ns"), py::arg("mask_on_timeout"),
-           py::arg("heap_bytes") = 0)
+           py::arg("heap_bytes") = 0, py::arg("delays") = false)
       .def("export_fd", &Group::export_fd)
       .def("attach", &Group::attach, py::arg("rank"), py::arg("fd"))
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())
@@ -434,6 +451,12 @@ void bind_nvlink(py::module_& m) {
            py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def("bulk_operations", &bulk_operations)
       .def("heap", [](const Group& self) { return reinterpret_cast<uintptr_t>(self.heap()); })
+      .def("delay", &delay, py::arg("stream"), py::arg("op"), py::arg("halves"), py::arg("next_reads_ahead"),
+           py::arg("handle"), py::call_guard<py::gil_scoped_release>())
+      .def("set_delay", &Group::set_delay, py::arg("ns"), py::call_guard<py::gil_scoped_release>())
+      .def("empty_clock_cells", &Group::empty_clock_cells, py::call_guard<py::gil_scoped_release>())
+      .def("compare_clocks", &compare_clocks, py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("clocks_ahead", &Group::clocks_ahead)
       .def("set_faults", &set_faults, py::arg("faults"))
       .def("status", &status)
       .def("statistics", &statistics)

@@ -355,6 +355,14 @@ class Exchange(Protocol):
         ...
 
 
+class Delay(Protocol):
+    """What a rank receives becomes visible later than it arrives: injected, for measurements."""
+
+    def defer(self) -> AbstractContextManager[Callable[[], None]]:
+        """Operations enqueued inside do not wait for the delay. The callable does, on the current stream."""
+        ...
+
+
 class FusedExchange(Exchange, Protocol):
     """An exchange of a GPU that runs both halves of an operation in one kernel, without the host."""
 
@@ -389,6 +397,11 @@ class FusedExchange(Exchange, Protocol):
         Args:
             next_reads_ahead: see RecvOptions. add_norm: see AddNorm; None = the sums themselves.
         """
+        ...
+
+    @property
+    def delay(self) -> Delay | None:
+        """The injected delay; None = rows are visible as soon as they arrive."""
         ...
 
     def can_norm(self, norm: AddNorm) -> bool:

@@ -36,9 +36,11 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   const OnDevice here(options.device);
   device_.layout = DeviceLayout::of(g);
   device_.bulk = BulkLayout::of(device_.layout.total, options.heap_bytes);
+  delay_.layout = DelayLayout::of(device_.bulk.total, options.delays);
+  const uint64_t region_bytes = delay_.layout.total;
   for (uint32_t r = 0; r < g.num_ranks; ++r)
-    regions_[r] = r == rank ? nvlink::Region::create(options.device, device_.bulk.total)
-                            : nvlink::Region::reserve(options.device, device_.bulk.total);
+    regions_[r] = r == rank ? nvlink::Region::create(options.device, region_bytes)
+                            : nvlink::Region::reserve(options.device, region_bytes);
   std::vector<uint32_t> table(placement.size());
   for (size_t e = 0; e < placement.size(); ++e) {
     uint32_t& count = device_.experts_of[placement[e]];
@@ -81,6 +83,11 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
           "cudaHostAlloc");
     *report_ = {};
   }
+  if (options.delays) {
+    check(cudaMalloc(reinterpret_cast<void**>(&delay_.state), sizeof(DelayState)), "cudaMalloc");
+    const DelayState none{};
+    copy_in(delay_.state, &none, sizeof none);
+  }
   device_.table = table_;
   copy_in(table_, table.data(), table.size() * sizeof(uint32_t));
   DeviceState state{};
@@ -115,6 +122,7 @@ Group::~Group() {
   cudaFree(device_.state);
   cudaFree(table_);
   cudaFree(device_.expert_tokens);
+  cudaFree(delay_.state);
   cudaFreeHost(device_.status);
   cudaFreeHost(report_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
@@ -199,6 +207,23 @@ void Group::set_faults(const std::vector<DeviceFault>& faults) {
   const uint32_t count = uint32_t(faults.size());
   if (count != 0) copy_in(device_.state->faults, faults.data(), count * sizeof(DeviceFault));
   copy_in(&device_.state->control.num_faults, &count, sizeof count);
+}
+
+void Group::set_delay(uint64_t ns) { copy_in(&delay_.state->delay_ns, &ns, sizeof ns); }
+
+void Group::empty_clock_cells() {
+  const OnDevice here(options_.device);
+  const DelayLayout& at = delay_.layout;
+  check(cudaMemsetAsync(device_.own() + at.asked, 0, at.total - at.asked, stream_), "cudaMemset");
+  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+}
+
+std::vector<int64_t> Group::clocks_ahead() {
+  const OnDevice here(options_.device);
+  DelayState state;
+  check(cudaMemcpyAsync(&state, delay_.state, sizeof state, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy");
+  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  return {state.ahead_ns, state.ahead_ns + device_.num_ranks};
 }
 
 void Group::mask(uint64_t ranks) {

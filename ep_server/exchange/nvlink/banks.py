@@ -10,6 +10,7 @@ from ep_server.errors import HookNotCalled
 from ep_server.exchange.api import Handle, PendingCombine
 
 DISPATCH, COMBINE = "dispatch", "combine"
+SEND, RECV, BOTH = 1, 2, 3  # halves; csrc/exchange/nvlink/launch_grid.hpp
 
 
 @dataclass(slots=True)

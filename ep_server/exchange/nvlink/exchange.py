@@ -39,11 +39,9 @@ from ep_server.exchange.api import (
 from ep_server.exchange.bootstrap import Standing, share_anew, share_regions
 from ep_server.exchange.faults import Fault, encode_device_faults
 from ep_server.exchange.host import HostGroup
-from ep_server.exchange.nvlink.banks import COMBINE, DISPATCH, Banks, DeviceHandle
+from ep_server.exchange.nvlink.banks import BOTH, COMBINE, DISPATCH, RECV, SEND, Banks, DeviceHandle
+from ep_server.exchange.nvlink.delay import NvlinkDelay, check_delay
 from ep_server.exchange.nvlink.launch import (
-    BOTH,
-    RECV,
-    SEND,
     CombineTensors,
     Launcher,
     address,
@@ -82,6 +80,9 @@ class NvlinkExchange:
         validate: reads ids back and checks them before anything is sent; for tests, it waits for the GPU.
         joins: the others run already; this rank masks them until all call reset().
         many: also for many rows at once (NvlinkNormal), where the spec allows; the same on all ranks.
+        delay_seconds: for tests and benchmarks: what peers send becomes visible so much later, as over a long
+          line. The sender does not wait. On all ranks or none; None = without the kernels that do this, and
+          `delay` is None. Not with `many`, whose operations have no delay.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
 
@@ -96,8 +97,14 @@ class NvlinkExchange:
         validate: bool = False,
         joins: bool = False,
         many: bool = False,
+        delay_seconds: float | None = None,
     ) -> None:
         self.spec, self._control, self._validate = spec, control, validate
+        self._delay_seconds = delay_seconds
+        if delay_seconds is not None:
+            check_delay(delay_seconds, spec)
+            if many:
+                raise ConfigError("delay_seconds", delay_seconds, "None with operations for many rows")
         self._heap_bytes = heap_bytes(spec) if many and on_timeout == "raise" and has_normal(spec) else 0
         self._fresh = joins  # has attached no region of the others yet
         try:
@@ -119,7 +126,8 @@ class NvlinkExchange:
         self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
         with torch.cuda.device(self.device):
             self.shapes = Shapes(self.spec, self.device, aligned=True)
-            group = make_group(self.spec, self.device, on_timeout, self._heap_bytes)
+            delays = self._delay_seconds is not None
+            group = make_group(self.spec, self.device, on_timeout, self._heap_bytes, delays=delays)
             launcher = Launcher(group, self.spec, self.shapes, num_sms)
             others = set(range(self.spec.num_ranks)) - {self.spec.rank}
             if absent := others if self._fresh else self._control.masked:
@@ -127,6 +135,11 @@ class NvlinkExchange:
             if not self._fresh:
                 share_regions(self._control, self.spec, group)
             group.watch(self._control.native.head, self._control.native)
+            if self._delay_seconds is not None:
+                launcher.delay = NvlinkDelay(group, self._control, self.spec, self.device)
+                group.set_delay(round(self._delay_seconds * 1e9))
+                if not self._fresh:
+                    launcher.delay.compare_clocks()
         return launcher
 
     @property
@@ -152,6 +165,11 @@ class NvlinkExchange:
             fills=True,
             wires=frozenset(Wire),
         )
+
+    @property
+    def delay(self) -> NvlinkDelay | None:
+        """As the Protocol says."""
+        return self._open().delay
 
     # -- halves ---------------------------------------------------------------------------------------
 
@@ -336,6 +354,8 @@ class NvlinkExchange:
         launcher.generation = object()
         self._banks = Banks(self.spec.rank, banks)
         self._control.barrier()
+        if launcher.delay is not None:
+            launcher.delay.compare_clocks()  # of other GPUs, maybe
 
     def set_faults(self, faults: Iterable[Fault]) -> None:
         """Replaces the fault plan: delays and drops where a send writes. No kernel may be running."""

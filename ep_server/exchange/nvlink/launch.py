@@ -33,12 +33,19 @@ from ep_server.exchange.api import (
     View,
     Wire,
 )
-from ep_server.exchange.nvlink.banks import DeviceHandle, DeviceState
+from ep_server.exchange.nvlink.banks import (
+    BOTH,
+    COMBINE,
+    DISPATCH,
+    RECV,
+    DeviceHandle,
+    DeviceState,
+)
+from ep_server.exchange.nvlink.delay import NvlinkDelay
 from ep_server.exchange.shapes import VECTOR, VIEWS, Shapes, Tensors
 from ep_server.exchange.spec import PAYLOADS, REDUCTIONS, ExchangeSpec, check_spec
 from ep_server.exchange.validate import CombineMode, check_tensor
 
-SEND, RECV, BOTH = 1, 2, 3  # csrc/exchange/nvlink/phases.hpp
 WIRES = tuple(Wire)
 MAX_EXPERTS = 2048  # tables of a block's shared memory
 MAX_TOKENS = 32768  # counts of a header have 16 bits
@@ -88,11 +95,13 @@ def check_device_spec(spec: ExchangeSpec, on_timeout: str) -> None:
         raise ConfigError("on_timeout", on_timeout, "one of raise, mask")
 
 
-def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str, heap_bytes: int = 0) -> _cuda.Group:
+def make_group(
+    spec: ExchangeSpec, device: torch.device, on_timeout: str, heap_bytes: int = 0, *, delays: bool = False
+) -> _cuda.Group:
     """This rank's region and state in the memory of its GPU. Raises RuntimeError where the GPU refuses.
 
     Args:
-        heap_bytes: further memory that peers write, for NvlinkBulk.
+        heap_bytes: further memory that peers write, for NvlinkBulk. delays: it may have a NvlinkDelay.
     """
     return _cuda.Group(
         num_ranks=spec.num_ranks,
@@ -108,6 +117,7 @@ def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str, heap_b
         timeout_ns=spec.timeout_ns,
         mask_on_timeout=on_timeout == "mask",
         heap_bytes=heap_bytes,
+        delays=delays,
     )
 
 
@@ -117,6 +127,7 @@ class Launcher:
     Attributes:
         num_sms: multiprocessors that a kernel may fill. They bound its grid: 1 is enough for any operation.
         generation: owner of current handles. A reset replaces it, since their banks and epochs are gone.
+        delay: injected behind every kernel, if any.
     """
 
     def __init__(self, group: _cuda.Group, spec: ExchangeSpec, shapes: Shapes, num_sms: int) -> None:
@@ -124,6 +135,7 @@ class Launcher:
             raise ConfigError("num_sms", num_sms, f"0 to {group.num_sms}")
         self.group, self.spec, self.shapes, self.device = group, spec, shapes, shapes.device
         self.num_sms, self.generation = num_sms or group.num_sms, object()
+        self.delay: NvlinkDelay | None = None
 
     def new_handle(self, tokens: int, *, weighted: bool) -> DeviceHandle:
         """Of the next dispatch."""
@@ -184,6 +196,8 @@ class Launcher:
         recv: _cuda.DispatchRecvArgs,
         handle: DeviceHandle,
         tensors: tuple[torch.Tensor, ...],
+        *,
+        next_reads_ahead: bool = False,
     ) -> None:
         """One kernel. tensors: rows that it reads or writes."""
         self._check_own(handle)
@@ -192,6 +206,8 @@ class Launcher:
             raise InvalidArgument("x", "not aligned", f"at a multiple of {VECTOR} bytes")
         stream, memory = self._stream(handle), handle.state.memory.data_ptr()
         self.group.dispatch(stream, halves, self.num_sms, handle.state.most, narrow, send, recv, memory)
+        if self.delay is not None:
+            self.delay.follow(DISPATCH, halves, handle, next_reads_ahead=next_reads_ahead)
 
     def receive(
         self,
@@ -216,6 +232,7 @@ class Launcher:
         if (most := options.get("most_tokens")) is not None:
             state.most = min(most, self.spec.max_tokens)
         info, ranges = options.get("source_map") or (None, None)
+        ahead = options.get("next_reads_ahead", False)
         recv = _cuda.DispatchRecvArgs(
             view=VIEWS[view],
             capacity=limit,
@@ -229,12 +246,12 @@ class Launcher:
             layout_range=address(ranges),
             expert_stats=address(options.get("expert_stats")),
             wait_stats=address(options.get("wait_stats")),
-            next_reads_ahead=options.get("next_reads_ahead", False),
+            next_reads_ahead=ahead,
         )
         if send is None:
-            self.dispatch(RECV, _cuda.DispatchSendArgs(), recv, handle, (rows,))
+            self.dispatch(RECV, _cuda.DispatchSendArgs(), recv, handle, (rows,), next_reads_ahead=ahead)
         else:
-            self.dispatch(BOTH, send[0], recv, handle, (send[1], rows))
+            self.dispatch(BOTH, send[0], recv, handle, (send[1], rows), next_reads_ahead=ahead)
         state.received, state.held = True, view is View.INDEX
         if view is View.PADDED:
             return Received(rows, counts, offsets, handle, view, scales)
@@ -279,6 +296,8 @@ class Launcher:
         stream, state = self._stream(handle), handle.state
         memory = state.memory.data_ptr()
         self.group.combine(stream, halves, self.num_sms, state.most, narrow, send, recv, memory)
+        if self.delay is not None:
+            self.delay.follow(COMBINE, halves, handle, next_reads_ahead=tensors.next_reads_ahead)
 
     def can_norm(self, norm: AddNorm) -> bool:
         """Whether the kernel of combine takes these tensors; otherwise another kernel norms its sums."""

@@ -152,6 +152,7 @@ class StillExchange:
     """In place of a NvlinkExchange, of which nobody hears: tensors of its shapes, filled by nobody."""
 
     def __init__(self, spec: ExchangeSpec) -> None:
+        self.delay = None
         self.spec, self.device, self._rows = spec, CPU, torch.zeros(4096, spec.hidden, dtype=torch.bfloat16)
 
     def dispatch(self, x: torch.Tensor, ids: object, weights: object, view: View, **how: Any) -> Received:

@@ -228,11 +228,25 @@ class SideRows:
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows."""
-        return self._side.fork().run(partial(self._bounded, partial(self._inner.dispatch, tokens, arrival)))
+        return self._beside(partial(self._inner.dispatch, tokens, arrival))
 
     def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | DeferredCombine]:
         """See Rows."""
-        return self._side.fork().run(partial(self._bounded, partial(self._inner.combine, out, received)))
+        return self._beside(partial(self._inner.combine, out, received))
+
+    def _beside(self, transfer: Callable[[], Hook[T]]) -> Hook[T]:
+        fork, delay = self._side.fork(), self._exchange.delay
+        if delay is None:
+            return fork.run(partial(self._bounded, transfer))
+        with delay.defer() as wait:  # on the side stream it would hold up the other half's rows
+            arrive = fork.run(partial(self._bounded, transfer))
+
+        def late() -> T:
+            result = arrive()
+            wait()
+            return result
+
+        return late
 
     def _bounded(self, transfer: Callable[[], Hook[T]]) -> T:
         with self._exchange.bounded(self._num_sms):
