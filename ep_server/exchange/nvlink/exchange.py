@@ -101,10 +101,6 @@ class NvlinkExchange:
     ) -> None:
         self.spec, self._control, self._validate = spec, control, validate
         self._delay_seconds = delay_seconds
-        if delay_seconds is not None:
-            check_delay(delay_seconds, spec)
-            if many:
-                raise ConfigError("delay_seconds", delay_seconds, "None with operations for many rows")
         self._heap_bytes = heap_bytes(spec) if many and on_timeout == "raise" and has_normal(spec) else 0
         self._fresh = joins  # has attached no region of the others yet
         try:
@@ -121,6 +117,10 @@ class NvlinkExchange:
 
     def _start(self, device: int | None, on_timeout: str, num_sms: int) -> Launcher:
         check_device_spec(self.spec, on_timeout)
+        if self._delay_seconds is not None:
+            check_delay(self._delay_seconds, self.spec)
+            if self._heap_bytes:
+                raise ConfigError("delay_seconds", self._delay_seconds, "None with operations for many rows")
         if not torch.cuda.is_available():
             raise StartupError("the exchange over NVLink needs a CUDA device, none is available")
         self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)

@@ -31,7 +31,13 @@ HOT = [  # of `make test`
     ("gpu_normed.refused", 1),
     ("gpu_normed.without_one", 3),
     ("gpu_normed.failed", 3),
+    ("gpu_delay.not_before", 2, False),
+    ("gpu_delay.same_results", 2, True),
+    ("gpu_delay.without_one", 3),
+    ("gpu_delay.aborted", 2),
+    ("gpu_delay.refused", 2),
 ]
+SECOND = 1_000_000_000
 SIZES = ("hidden_640", "six_rows", "sixteen_banks", "sixteen_choices", "experts_not_divisible", "one_sm")
 MORE = [
     *[("gpu_faults.masking", n, by_hand) for n in (2, 4) for by_hand in (False, True)],
@@ -50,6 +56,8 @@ MORE = [
         (f"gpu_streams.{name}", 2) for name in ("orders_of_receives", "freed_handles")
     ],  # all in one stream here
     *[(f"gpu_programs.{name}", 2) for name in ("side_by_side", "measurements", "refused")],
+    *[("gpu_delay.not_before", n, True) for n in (2, 4)],
+    *[("gpu_delay.same_results", n, False) for n in (1, 3)],
 ]
 
 
@@ -122,6 +130,18 @@ def test_program(program: tuple[Any, ...]) -> None:
 def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int, rounds: int) -> None:
     args = (module(), 4000, "gpu_faults.masked_in_the_middle", rounds, 0.1)
     run_group(programs.with_late_blocks, num_ranks, args=args, timeout=SECONDS)
+
+
+def test_a_delay_counts_from_the_send_by_any_clock() -> None:
+    apart = 1000 * SECOND
+    run_group(
+        programs.with_clocks_apart, 2, args=(module(), apart, "gpu_delay.not_before", True), timeout=SECONDS
+    )
+    by_rank = run_group(
+        programs.with_clocks_apart, 3, args=(module(), apart, "gpu_delay.clocks"), timeout=SECONDS
+    )
+    for rank, ahead in enumerate(by_rank):
+        assert [round(ns / apart) for ns in ahead] == [peer - rank for peer in range(3)], by_rank
 
 
 @pytest.mark.slow

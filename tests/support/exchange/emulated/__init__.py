@@ -137,6 +137,11 @@ def late_blocks(path: Path, microseconds: int) -> None:
     ctypes.CDLL(str(path)).emulated_late_blocks(microseconds)
 
 
+def clock_ahead(path: Path, ns: int) -> None:
+    """From now on the clock of this process's GPU is so far ahead."""
+    ctypes.CDLL(str(path)).emulated_clock_ahead(ctypes.c_uint64(ns))
+
+
 def patch_exchange() -> None:
     """Its tensors are on the CPU."""
     from ep_server.exchange.nvlink import exchange as cuda_exchange

@@ -159,6 +159,8 @@ Pool& pool() {
 
 namespace emulated {
 
+uint64_t clock_ahead_ns = 0;
+
 void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel) {
   std::mutex mutex;
   std::condition_variable ended;
@@ -197,6 +199,11 @@ uint32_t* dynamic_shared() { return shared_words; }
 // From now on every second block begins up to so many us late, as where a GPU has other work.
 extern "C" __attribute__((visibility("default"))) void emulated_late_blocks(uint32_t us) {
   most_late_us = us;
+}
+
+// From now on the GPU's clock is so far ahead of the host's.
+extern "C" __attribute__((visibility("default"))) void emulated_clock_ahead(uint64_t ns) {
+  emulated::clock_ahead_ns = ns;
 }
 
 bool __syncthreads_or(bool mine) { return block.meet(block.all, blockDim.x, mine) != 0; }

@@ -40,6 +40,7 @@ void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kern
 const uint64_t* with_warp(uint64_t mine);  // what each lane of the warp has given
 void leave_warp();                         // all have read that
 uint32_t* dynamic_shared();
+extern uint64_t clock_ahead_ns;  // of the GPU, to the host
 
 template <class T, class F>
 auto collect(T mine, F&& result) {

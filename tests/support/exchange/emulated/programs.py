@@ -28,6 +28,12 @@ def with_late_blocks(group: dist.ProcessGroup, path: Path, microseconds: int, na
     return on_emulation(group, path, name, *args)
 
 
+def with_clocks_apart(group: dist.ProcessGroup, path: Path, ns: int, name: str, *args: Any) -> Any:
+    """The same where the clock of each rank's GPU is so far ahead of that of the rank before."""
+    emulated.clock_ahead(path, group.rank() * ns)
+    return on_emulation(group, path, name, *args)
+
+
 def one_dies(control: HostExchange, path: Path, death: str, on_timeout: str, peer: Peer) -> Any:
     """gpu_deaths.rank_1_dies."""
     emulated.install(path)

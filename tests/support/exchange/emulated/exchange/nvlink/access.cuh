@@ -13,7 +13,7 @@ inline uint64_t clock_ns() {
   emulated::give_way();
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
+  return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec) + emulated::clock_ahead_ns;
 }
 // A block is a thread here: with more threads than cores it may stand still for many time slices.
 constexpr uint64_t kGraceNs = 300'000'000;

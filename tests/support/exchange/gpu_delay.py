@@ -1,0 +1,210 @@
+"""What ranks on GPUs run in tests of an injected delay of the exchange over NVLink."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_server.compat.deep_ep.bootstrap import group_segment
+from ep_server.errors import ConfigError, GroupAborted
+from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
+from ep_server.exchange.host import open_group
+from ep_server.exchange.nvlink.delay import MAX_DELAY_SECONDS, NvlinkDelay
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
+from ep_server.exchange.spec import control_spec
+from tests.support.compare import assert_equal
+from tests.support.exchange.conformance import run_pair
+from tests.support.exchange.expected import expect
+from tests.support.exchange.gpu_group import (
+    a_models_spec,
+    close_exchange,
+    on_gpu,
+    open_exchange,
+    run_experts,
+    run_fused,
+    sums_without,
+)
+from tests.support.exchange.on_gpu import OnGpu
+from tests.support.exchange.routing import make_inputs
+from tests.support.gpus import gpu_of
+
+NS = 1_000_000_000
+LONG_SECONDS, SHORT_SECONDS = 0.4, 0.002
+TIMES = struct.Struct("<3q")
+T = TypeVar("T")
+
+
+def spec_of(group: dist.ProcessGroup) -> ExchangeSpec:
+    spec = a_models_spec(group.rank(), group.size(), Payload.BF16, tokens=4)
+    return replace(spec, timeout_ns=20 * NS)
+
+
+def delay_of(exchange: NvlinkExchange) -> NvlinkDelay:
+    assert exchange.delay is not None
+    return exchange.delay
+
+
+def not_before(group: dist.ProcessGroup, fused: bool) -> None:
+    """Rows of dispatch and combine are visible no earlier than the delay after each peer began to send them.
+
+    The ranks begin at different times. A sender's stream goes on at once.
+    """
+    exchange = open_exchange(group, spec_of(group), delay_seconds=0.0)
+    spec = exchange.spec
+    run_pair(OnGpu(exchange, fused=fused), "max_tokens", 0, View.PADDED)  # loads the kernels
+    delay_of(exchange).set(LONG_SECONDS)
+    inputs = make_inputs(spec, "max_tokens", 1)
+    given = on_gpu(inputs[spec.rank])
+
+    def dispatch() -> Callable[[], Received]:
+        if fused:
+            return lambda: exchange.dispatch(*given)
+        pending = exchange.dispatch_send(*given)
+        return lambda: pending.recv(View.PADDED)
+
+    received = _timed(exchange, dispatch)
+    answers = run_experts(spec, received)
+
+    def combine() -> Callable[[], torch.Tensor]:
+        if fused:
+            return lambda: exchange.combine(answers, received)
+        return exchange.combine_send(answers, received).recv
+
+    out = _timed(exchange, combine)
+    assert_equal(out.cpu(), expect(spec, inputs).combined, "combined")
+    close_exchange(exchange)
+
+
+def _timed(exchange: NvlinkExchange, send: Callable[[], Callable[[], T]]) -> T:
+    """What the second half returns. Checks the times of all ranks, which share a clock."""
+    exchange.synchronize()
+    exchange.barrier()
+    time.sleep(0.05 * exchange.spec.rank)
+    began = time.monotonic_ns()
+    receive = send()
+    exchange.synchronize()
+    sent = time.monotonic_ns()
+    result = receive()
+    exchange.synchronize()
+    records = exchange.all_gather(TIMES.pack(began, sent, time.monotonic_ns()))
+    times = [TIMES.unpack(record) for record in records]
+    mine = times.pop(exchange.spec.rank)
+    for theirs in times:
+        assert mine[2] - theirs[0] >= LONG_SECONDS * NS, (mine, theirs)
+        assert mine[1] < theirs[2], (mine, theirs)
+    return result
+
+
+def same_results(group: dist.ProcessGroup, fused: bool) -> None:
+    """Bit for bit as on paper, in every view, with two banks."""
+    exchange = open_exchange(group, spec_of(group), delay_seconds=SHORT_SECONDS)
+    for seed, routing in enumerate(("max_tokens", "zipf", "dropped", "single_token", "all_to_one")):
+        for view in View:
+            run_pair(OnGpu(exchange, fused=fused), routing, seed, view)
+    close_exchange(exchange)
+
+
+def captured(group: dist.ProcessGroup, replays: int = 50) -> None:
+    """A captured pair has the delay that is set when it is replayed, and the same bits with each."""
+    exchange = open_exchange(group, spec_of(group), delay_seconds=0.0)
+    spec, delay = exchange.spec, delay_of(exchange)
+    inputs = make_inputs(spec, "zipf", 3)
+    given, wanted = on_gpu(inputs[spec.rank]), expect(spec, inputs).combined
+    out = torch.empty_like(given[0])
+
+    def pair() -> None:
+        received = exchange.dispatch(*given)
+        exchange.combine(run_experts(spec, received), received, out=out)
+
+    pair()
+    exchange.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pair()
+    for seconds in (0.0, LONG_SECONDS / 2, 0.0, SHORT_SECONDS):
+        delay.set(seconds)
+        for _ in range(1 if seconds > SHORT_SECONDS else replays):
+            out.fill_(torch.nan)
+            torch.cuda.synchronize()
+            began = time.monotonic_ns()
+            graph.replay()
+            exchange.synchronize()
+            assert time.monotonic_ns() - began >= 2 * seconds * NS  # dispatch, then combine
+            assert_equal(out.cpu(), wanted, f"delay {seconds}")
+    close_exchange(exchange)
+
+
+def without_one(group: dist.ProcessGroup) -> None:
+    """Nobody waits for a masked rank, and after the reset all ranks wait for each other."""
+    exchange = open_exchange(group, spec_of(group), delay_seconds=SHORT_SECONDS)
+    spec = exchange.spec
+    inputs, last = make_inputs(spec, "max_tokens", 1), spec.num_ranks - 1
+    if spec.rank != last:
+        exchange.mask([last])
+        for turn in range(5):
+            got = run_fused(exchange, inputs[spec.rank])
+            assert_equal(got, sums_without(spec, inputs, last), f"turn {turn}")
+    exchange.barrier()
+    exchange.reset()
+    run_pair(OnGpu(exchange), "max_tokens", 2, View.PADDED)
+    close_exchange(exchange)
+
+
+def aborted(group: dist.ProcessGroup) -> None:
+    """An abort ends the wait for rows that have arrived and are not visible yet."""
+    spec = spec_of(group)
+    segment = group_segment(group, control_spec(spec))
+    torch.cuda.set_device(gpu_of(spec.rank))
+    control = open_group(control_spec(spec), segment)
+    os.close(segment)
+    exchange = NvlinkExchange(spec, control=control, delay_seconds=0.0)
+    run_pair(OnGpu(exchange), "max_tokens", 0, View.PADDED)
+    delay_of(exchange).set(MAX_DELAY_SECONDS)
+    given = on_gpu(make_inputs(spec, "max_tokens", 1)[spec.rank])
+    exchange.barrier()
+    pending = exchange.dispatch_send(*given)
+    exchange.synchronize()
+    exchange.barrier()  # all rows are written
+    if spec.rank == 0:
+        time.sleep(MAX_DELAY_SECONDS / 4)
+        control.abort()
+    else:
+        with pytest.raises(GroupAborted):
+            pending.recv(View.PADDED)
+            exchange.synchronize()
+    exchange.reset()
+    delay_of(exchange).set(0.0)
+    run_pair(OnGpu(exchange), "max_tokens", 2, View.PADDED)
+    close_exchange(exchange)
+
+
+def clocks(group: dist.ProcessGroup) -> list[int]:
+    """How far the clock of each rank is ahead of this one's, ns."""
+    exchange = open_exchange(group, spec_of(group), delay_seconds=0.0)
+    ahead = delay_of(exchange).compare_clocks()
+    close_exchange(exchange)
+    return ahead
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    """What cannot be delayed is refused by name."""
+    short = replace(spec_of(group), timeout_ns=NS // 2)
+    for spec, options in (
+        (spec_of(group), {"delay_seconds": -0.001}),
+        (spec_of(group), {"delay_seconds": 1.5}),
+        (short, {"delay_seconds": 0.5}),
+        (spec_of(group), {"delay_seconds": 0.1, "many": True}),
+    ):
+        with pytest.raises(ConfigError, match="delay_seconds"):
+            open_exchange(group, spec, **options)
+    exchange = open_exchange(group, spec_of(group))
+    assert exchange.delay is None
+    close_exchange(exchange)
