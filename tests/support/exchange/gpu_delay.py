@@ -17,7 +17,8 @@ from ep_server.compat.deep_ep.bootstrap import group_segment
 from ep_server.errors import ConfigError, GroupAborted
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.exchange.host import open_group
-from ep_server.exchange.nvlink.delay import MAX_DELAY_SECONDS, NvlinkDelay
+from ep_server.exchange.nvlink import delay as nvlink_delay
+from ep_server.exchange.nvlink.delay import NvlinkDelay
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.spec import control_spec
 from tests.support.compare import assert_equal
@@ -38,6 +39,7 @@ from tests.support.gpus import gpu_of
 
 NS = 1_000_000_000
 LONG_SECONDS, SHORT_SECONDS = 0.4, 0.002
+ENDLESS_SECONDS = 19.0  # just below the deadline
 TIMES = struct.Struct("<3q")
 T = TypeVar("T")
 
@@ -52,10 +54,12 @@ def delay_of(exchange: NvlinkExchange) -> NvlinkDelay:
     return exchange.delay
 
 
-def not_before(group: dist.ProcessGroup, fused: bool) -> None:
+def not_before(group: dist.ProcessGroup, fused: bool) -> list[int]:
     """Rows of dispatch and combine are visible no earlier than the delay after each peer began to send them.
 
     The ranks begin at different times. A sender's stream goes on at once.
+
+    Returns: how far the clock of each rank is ahead of this one's, ns.
     """
     exchange = open_exchange(group, spec_of(group), delay_seconds=0.0)
     spec = exchange.spec
@@ -80,7 +84,9 @@ def not_before(group: dist.ProcessGroup, fused: bool) -> None:
 
     out = _timed(exchange, combine)
     assert_equal(out.cpu(), expect(spec, inputs).combined, "combined")
+    ahead = delay_of(exchange).compare_clocks()
     close_exchange(exchange)
+    return ahead
 
 
 def _timed(exchange: NvlinkExchange, send: Callable[[], Callable[[], T]]) -> T:
@@ -167,14 +173,16 @@ def aborted(group: dist.ProcessGroup) -> None:
     os.close(segment)
     exchange = NvlinkExchange(spec, control=control, delay_seconds=0.0)
     run_pair(OnGpu(exchange), "max_tokens", 0, View.PADDED)
-    delay_of(exchange).set(MAX_DELAY_SECONDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvlink_delay, "MAX_DELAY_SECONDS", ENDLESS_SECONDS)
+        delay_of(exchange).set(ENDLESS_SECONDS)
     given = on_gpu(make_inputs(spec, "max_tokens", 1)[spec.rank])
     exchange.barrier()
     pending = exchange.dispatch_send(*given)
     exchange.synchronize()
     exchange.barrier()  # all rows are written
     if spec.rank == 0:
-        time.sleep(MAX_DELAY_SECONDS / 4)
+        time.sleep(SHORT_SECONDS)
         control.abort()
     else:
         with pytest.raises(GroupAborted):
@@ -184,14 +192,6 @@ def aborted(group: dist.ProcessGroup) -> None:
     delay_of(exchange).set(0.0)
     run_pair(OnGpu(exchange), "max_tokens", 2, View.PADDED)
     close_exchange(exchange)
-
-
-def clocks(group: dist.ProcessGroup) -> list[int]:
-    """How far the clock of each rank is ahead of this one's, ns."""
-    exchange = open_exchange(group, spec_of(group), delay_seconds=0.0)
-    ahead = delay_of(exchange).compare_clocks()
-    close_exchange(exchange)
-    return ahead
 
 
 def refused(group: dist.ProcessGroup) -> None:

@@ -27,6 +27,7 @@ pytestmark = [
 NAMES = [f"fused-{name}" for name in case_names()] + case_names() + sequence_names()
 REPLAYS, SHARED_REPLAYS = 10_000, 200  # where ranks share a GPU each operation waits for turns on it
 OVERLAPPED = 2_000  # replays of two micro-batches
+LOOSE_NS = 1_000_000  # far above what clocks are compared to, below any mistake
 
 
 def program(name: str) -> Callable[..., Any]:
@@ -172,6 +173,30 @@ def test_a_rank_that_is_masked(num_ranks: int, by_hand: bool) -> None:
 @pytest.mark.parametrize("num_ranks", GROUPS)
 def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int) -> None:
     run("gpu_faults.masked_in_the_middle", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_are_not_visible_before_the_delay(num_ranks: int, fused: bool) -> None:
+    by_rank = run("gpu_delay.not_before", num_ranks, fused)
+    for rank, ahead in enumerate(by_rank):  # of the clocks of two GPUs, as each of them measures it
+        assert all(abs(ns + by_rank[peer][rank]) < LOOSE_NS for peer, ns in enumerate(ahead)), by_rank
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_delay_changes_no_result(num_ranks: int, fused: bool) -> None:
+    run("gpu_delay.same_results", num_ranks, fused)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
+@pytest.mark.parametrize("name", ["captured", "without_one", "aborted", "refused"])
+def test_an_injected_delay(num_ranks: int, name: str) -> None:
+    run(f"gpu_delay.{name}", num_ranks)
+
+
+def test_two_micro_batches_with_a_delay() -> None:
+    run("gpu_overlap.overlapped", 2, 50, 0.0005)
 
 
 @pytest.mark.parametrize("num_ranks", GROUPS)

@@ -6,7 +6,7 @@ Streams and the exchange are stand-ins that note what is asked of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ class Exchange:
     spec = SimpleNamespace(num_ranks=4, top_k=8, local_experts=(0, 1, 2))
 
     device = torch.device("cpu")
+    delay: Delay | None = None
 
     def __init__(self, *, norms: bool = True) -> None:
         self.capacity = self.most_tokens = 0
@@ -100,6 +101,31 @@ def test_both_halves_run_on_the_side_stream_and_the_hook_waits() -> None:
     again = [note.replace("dispatch", "combine").replace("event 1", "event 10") for note in begun]
     assert NOTES[len(begun) + 1 :] == again
     assert torch.equal(combine(), x + 1) and NOTES[-1] == "main waits for event 17"
+
+
+class Delay:
+    """Notes what is enqueued without it, and where it is waited for."""
+
+    @contextmanager
+    def defer(self) -> Iterator[Callable[[], None]]:
+        NOTES.append("begins to defer")
+        yield lambda: NOTES.append("waits for the delay")
+        NOTES.append("ends to defer")
+
+
+def test_a_delay_is_waited_for_in_the_hook_on_the_main_stream() -> None:
+    exchange = Exchange()
+    exchange.delay = Delay()
+    rows = SideRows(exchange, 48)
+    x = torch.ones(2, 3)
+    arrive = rows.dispatch(tokens(x), ARRIVAL)
+    begun = len(NOTES)
+    assert NOTES.index("begins to defer") < NOTES.index("dispatch") < NOTES.index("ends to defer")
+    received = arrive()
+    assert NOTES[begun:] == ["main waits for event 9", "waits for the delay"]
+    combine = rows.combine(x, received)
+    assert NOTES[-1] == "ends to defer"
+    assert torch.equal(combine(), x + 1) and NOTES[-1] == "waits for the delay"
 
 
 def test_what_a_transfer_reads_lives_until_its_hook_was_called() -> None:
