@@ -1,29 +1,42 @@
 """What two micro-batches hide of a network's latency: steps with overlap off, on and auto, in turns.
 
     python benchmarks/overlap_delay.py
+    python benchmarks/overlap_delay.py --device cuda --model benchmarks/shapes/qwen3-30b-a3b
 
 Two hosts (network namespaces, so it needs root) with one CPU rank each, over libfabric; with --domain lo, two
 processes over loopback instead. The fabric layer makes messages visible late by each delay; the sender does
 not wait. All modes must draw the same tokens. Ranks spin while they wait, so that the time to wake a process
-is not measured. Times: ms.
+is not measured. With --device cuda, two GPUs over NVLink, whose exchange makes rows visible late: see
+overlap_delay_gpu.py. Times: ms.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import multiprocessing
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
+from overlap_modes import (
+    BLOCK,
+    RANKS,
+    Measured,
+    Plan,
+    Table,
+    check_same,
+    check_same_by_way,
+    measure_rounds,
+    policies_of,
+    report,
+)
 
 from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.backends.cpu.runner import ModelRunner
@@ -33,15 +46,14 @@ from ep_server.exchange.fabric.link import FabricLink
 from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.spec import Waiting
 from ep_server.models.families import read_spec
-from ep_server.ranks.overlap import FixedOverlap, MeasuredOverlap, Overlap, Planned, Ran
+from ep_server.ranks.overlap import Overlap, Planned, Ran
 from ep_server.ranks.vote import Voter
 from ep_server.records import Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
 
-RANKS, BLOCK, CONTEXT = 2, 16, 16
+CONTEXT = 16
 SPIN_US = 20_000
-MODES = ("off", "on", "auto")
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -69,36 +81,6 @@ SHAPE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """delays: one way, ms. steps: of off and on in a round. auto_steps: of auto in a round.
-
-    domain: interface; "" = hosts of their own.
-    """
-
-    domain: str
-    delays: tuple[float, ...]
-    tokens: int
-    rounds: int
-    steps: int
-    auto_steps: int
-
-
-@dataclass(slots=True)
-class Measured:
-    """One mode at one delay. times: ms of each step. two: steps that ran as two. drawn: tokens by step."""
-
-    times: list[float] = field(default_factory=list)
-    two: int = 0
-    drawn: list[str] = field(default_factory=list)
-
-    @property
-    def mean(self) -> float:
-        """ms of a step."""
-        return statistics.fmean(self.times)
-
-
-Table = dict[tuple[float, str], Measured]
 Gather = Callable[[object], list[object]]
 
 
@@ -139,16 +121,7 @@ class Steps:
         took = time.perf_counter_ns() - begin
         policy.stepped(Ran(took, max(verdict.tokens), micro_batches=verdict.micro_batches))
         self._next = [token.token_id for token in sampled]
-        into.times.append(took / 1e6)
-        into.two += verdict.micro_batches == 2
-        into.drawn.append(hashlib.sha256(str(self._next).encode()).hexdigest())
-
-
-def policy_of(mode: str, rank: int) -> Overlap:
-    """As a server with this parallel.overlap has it."""
-    if mode == "auto" and rank == 0:
-        return MeasuredOverlap()
-    return FixedOverlap(two=mode != "off")
+        into.add(took, verdict.micro_batches, self._next)
 
 
 def measure(plan: Plan, model: RankModel, spec: ExchangeSpec, delay: float, gather: Gather) -> Table:
@@ -162,16 +135,7 @@ def measure(plan: Plan, model: RankModel, spec: ExchangeSpec, delay: float, gath
         runner = model.runner(exchange, Sampler(model.spec.vocab_size), 2 * plan.tokens, BLOCK)
         steps = Steps(runner, exchange, Voter(), plan.tokens)
         steps.prefill()
-        table = {(delay, mode): Measured() for mode in MODES}
-        policies = {mode: policy_of(mode, spec.rank) for mode in MODES}
-        for mode in ("off", "on"):  # warm
-            for _ in range(5):
-                steps.run(policies[mode], Measured())
-        for _ in range(plan.rounds):
-            for mode in MODES:
-                steps.restart()
-                for _ in range(plan.auto_steps if mode == "auto" else plan.steps):
-                    steps.run(policies[mode], table[delay, mode])
+        table = measure_rounds(plan, delay, policies_of(spec.rank), steps.run, steps.restart)
         exchange.barrier()
         return table
     finally:
@@ -198,16 +162,20 @@ def rank_main(rank: int, host: str, folder: str, plan: Plan, parent: Connection)
             parent.send(measure(plan, model, spec, delay, gather))
 
 
-def run(plan: Plan) -> list[Table]:
-    """By rank: every mode at every delay."""
+def run(plan: Plan, main: Callable[..., None], config: dict[str, Any], *, hosts: bool) -> list[Table]:
+    """By rank: every mode at every delay.
+
+    Args:
+        main: of a rank: rank, host, folder of config.json, plan, pipe. hosts: a network namespace for each.
+    """
     context = multiprocessing.get_context("spawn")
-    with nullcontext() if plan.domain else Hosts(RANKS) as hosts, tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
+    with Hosts(RANKS) if hosts else nullcontext() as made, tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         pipes, processes = [], []
-        for rank, host in enumerate([""] * RANKS if hosts is None else hosts.names):
+        for rank, host in enumerate([""] * RANKS if made is None else made.names):
             ours, theirs = context.Pipe()
             args = (rank, host, folder, plan, theirs)
-            processes.append(context.Process(target=rank_main, args=args, daemon=True))
+            processes.append(context.Process(target=main, args=args, daemon=True))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
@@ -223,34 +191,10 @@ def run(plan: Plan) -> list[Table]:
     return tables
 
 
-def check_tokens(plan: Plan, tables: list[Table]) -> None:
-    """Every mode, at every delay, drew the same tokens. Raises SystemExit."""
-    for rank, table in enumerate(tables):
-        expected = table[plan.delays[0], "off"].drawn[: plan.steps]
-        for (delay, mode), measured in table.items():
-            per_round = plan.auto_steps if mode == "auto" else plan.steps
-            for start in range(0, len(measured.drawn), per_round):
-                compared = measured.drawn[start : start + min(per_round, plan.steps)]
-                if compared != expected[: len(compared)]:
-                    raise SystemExit(f"rank {rank}, {delay} ms, overlap {mode}: other tokens than with off")
-
-
-def report(plan: Plan, table: Table) -> None:
-    """Rank 0's steps; W and C2 as in docs/concepts/overlap.md."""
-    base_off, base_on = (table[0.0, mode].mean for mode in ("off", "on"))
-    print(f"C2 = {base_on:.2f} ms: two micro-batches, no delay; one micro-batch: {base_off:.2f} ms")
-    print(
-        "delay     off      on    auto  two in auto       W   hidden  hidden / min(W, C2/2)   auto / better"
-    )
-    for delay in plan.delays:
-        off, on, auto = (table[delay, mode] for mode in MODES)
-        wait = off.mean - base_off
-        hidden = wait - (on.mean - base_on)
-        share = f"{hidden / min(wait, base_on / 2):8.2f}" if delay else "       -"
-        print(
-            f"{delay:5.1f} {off.mean:7.2f} {on.mean:7.2f} {auto.mean:7.2f} {auto.two / len(auto.times):12.1%}"
-            f" {wait:7.2f} {hidden:8.2f} {share:>23} {auto.mean / min(off.mean, on.mean):15.3f}"
-        )
+def config_of(model: str, layers: int) -> dict[str, Any]:
+    """The values of a model's config.json, with so many layers; 0 = all that it has."""
+    config: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
+    return config | {"num_hidden_layers": layers} if layers else config
 
 
 def main() -> None:
@@ -258,21 +202,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--delays", type=float, nargs="+", default=[0.2, 1.0, 5.0], help="one way, ms")
-    parser.add_argument("--tokens", type=int, default=64, help="sequences of each rank")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--delays", type=float, nargs="+", help="one way, ms")
+    parser.add_argument("--tokens", type=int, help="sequences of each rank")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=10, help="of off and on in a round")
     parser.add_argument("--auto-steps", type=int, default=51, help="of auto in a round")
-    parser.add_argument("--domain", default="", help="interface that both ranks use, instead of two hosts")
+    parser.add_argument(
+        "--domain", default="", help="interface that both CPU ranks use, instead of two hosts"
+    )
+    parser.add_argument(
+        "--model", default=str(Path(__file__).parent / "shapes/qwen3-30b-a3b"), help="of GPUs"
+    )
+    parser.add_argument("--layers", type=int, default=0, help="on GPUs; 0 = all of the model")
+    parser.add_argument("--context", type=int, default=256, help="tokens of a sequence on GPUs")
     given = parser.parse_args()
+    cuda = given.device == "cuda"
+    delays = given.delays or ([0.05, 0.2, 1.0] if cuda else [0.2, 1.0, 5.0])
+    tokens = given.tokens or (256 if cuda else 64)
+    delays = (0.0, *(delay for delay in delays if delay))
+    plan = Plan(given.domain, delays, tokens, given.rounds, given.steps, given.auto_steps)
+    if cuda:
+        from overlap_delay_gpu import gpu_rank_main
+
+        ranks = partial(gpu_rank_main, context=given.context)
+        tables = run(plan, ranks, config_of(given.model, given.layers), hosts=False)
+        report(plan, tables[0])
+        print(check_same_by_way(tables))
+        return
     if not given.domain and (why := namespaces.missing()):
         raise SystemExit(why)
-    delays = (0.0, *(delay for delay in given.delays if delay))
-    plan = Plan(given.domain, delays, given.tokens, given.rounds, given.steps, given.auto_steps)
-    tables = run(plan)
-    check_tokens(plan, tables)
+    tables = run(plan, rank_main, SHAPE, hosts=not given.domain)
     report(plan, tables[0])
-    print("all modes drew the same tokens")
+    print(check_same(plan, tables))
 
 
 if __name__ == "__main__":
