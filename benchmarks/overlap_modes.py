@@ -84,7 +84,7 @@ def measure_rounds(
 
 
 def check_same(plan: Plan, tables: list[Table]) -> str:
-    """Every mode, at every delay, drew the same tokens step by step. Raises SystemExit. Returns: a summary."""
+    """All modes at all delays drew the same tokens, step by step. Raises SystemExit. Returns: a summary."""
     for rank, table in enumerate(tables):
         expected = table[plan.delays[0], "off"].drawn[: plan.steps]
         for (delay, mode), measured in table.items():
