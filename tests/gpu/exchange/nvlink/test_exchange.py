@@ -27,7 +27,7 @@ pytestmark = [
 NAMES = [f"fused-{name}" for name in case_names()] + case_names() + sequence_names()
 REPLAYS, SHARED_REPLAYS = 10_000, 200  # where ranks share a GPU each operation waits for turns on it
 OVERLAPPED = 2_000  # replays of two micro-batches
-LOOSE_NS = 1_000_000  # far above what clocks are compared to, below any mistake
+LOOSE_NS = 1_000_000  # far more than clocks of two GPUs are measured wrong
 
 
 def program(name: str) -> Callable[..., Any]:
@@ -178,6 +178,8 @@ def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", GROUPS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_rows_are_not_visible_before_the_delay(num_ranks: int, fused: bool) -> None:
+    if shared_by(num_ranks):
+        pytest.skip("clocks cannot be compared closely by ranks that take turns on a GPU")
     by_rank = run("gpu_delay.not_before", num_ranks, fused)
     for rank, ahead in enumerate(by_rank):  # of the clocks of two GPUs, as each of them measures it
         assert all(abs(ns + by_rank[peer][rank]) < LOOSE_NS for peer, ns in enumerate(ahead)), by_rank
