@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_server.backends.gpu.moe.rows import SideRows
 from ep_server.compat.deep_ep.bootstrap import group_segment
 from ep_server.errors import ConfigError, GroupAborted
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
@@ -35,6 +36,8 @@ from tests.support.exchange.gpu_group import (
     run_fused,
     sums_without,
 )
+from tests.support.exchange.gpu_overlap import SMS, Step
+from tests.support.exchange.gpu_programs import ROUTINGS, Cases
 from tests.support.exchange.on_gpu import OnGpu
 from tests.support.exchange.routing import make_inputs
 from tests.support.gpus import gpu_of
@@ -118,6 +121,18 @@ def same_results(group: dist.ProcessGroup, fused: bool) -> None:
     for seed, routing in enumerate(("max_tokens", "zipf", "dropped", "single_token", "all_to_one")):
         for view in View:
             run_pair(OnGpu(exchange, fused=fused), routing, seed, view)
+    close_exchange(exchange)
+
+
+def two_halves(group: dist.ProcessGroup, steps: int = 3) -> None:
+    """Two micro-batches, each of which waits for the delay in its hooks, with two banks."""
+    exchange = open_exchange(group, spec_of(group), delay_seconds=SHORT_SECONDS)
+    step = Step(exchange, Cases(exchange.spec, len(ROUTINGS)), SideRows(exchange, SMS))
+    for _ in range(steps):
+        step.run()
+    exchange.synchronize()
+    assert int(step.step) == steps
+    assert int(step.wrong) == 0, f"{int(step.wrong)} elements or counts differ"
     close_exchange(exchange)
 
 

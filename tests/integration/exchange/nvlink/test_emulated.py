@@ -34,6 +34,7 @@ HOT = [  # of `make test`
     ("gpu_delay.not_before", 2, False),
     ("gpu_delay.same_results", 2, True),
     ("gpu_delay.aborted", 2),
+    ("gpu_delay.two_halves", 2),
     ("gpu_delay.refused", 2),
 ]
 SECOND = 1_000_000_000
