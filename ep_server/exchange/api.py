@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the front plans groups from a spec, and has no torch
     Tensors = tuple[torch.Tensor, torch.Tensor | None]  # rows and scales
 
 __all__ = [
-    "Abortable", "AddNorm", "Capabilities", "Exchange", "ExchangeSpec", "ExchangeStatistics", "FusedExchange",
+    "Abortable", "AddNorm", "Capabilities", "Delay", "Exchange", "ExchangeSpec", "ExchangeStatistics", "FusedExchange",
     "Handle", "Membership", "Payload", "PendingCombine", "PendingDispatch", "Received", "RecvOptions",
     "Reduction", "View", "Wire", "chosen",
 ]  # fmt: skip
