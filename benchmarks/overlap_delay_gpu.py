@@ -63,7 +63,7 @@ class GpuSteps:
 
 
 def open_exchange(model: RankModel, params: LoadParams, tokens: int, device: torch.device) -> NvlinkExchange:
-    """This rank's end, which may have a delay. Collective."""
+    """This rank's end. Collective."""
     hidden, top_k = model.spec.hidden, model.spec.router.top_k
     spec = ExchangeSpec(
         params.rank, RANKS, params.placement, tokens, hidden, top_k, Payload.BF16, timeout_ns=TIMEOUT_NS
@@ -72,7 +72,7 @@ def open_exchange(model: RankModel, params: LoadParams, tokens: int, device: tor
     segment = group_segment(dist.group.WORLD, control)
     try:
         group = open_group(control, segment)
-        return NvlinkExchange(spec, control=group, device=device.index, delay_seconds=0.0)
+        return NvlinkExchange(spec, control=group, device=device.index)
     finally:
         os.close(segment)
 
@@ -110,8 +110,7 @@ def gpu_rank_main(rank: int, host: str, folder: str, plan: Plan, parent: Connect
     with torch.inference_mode():
         model = load_model(params)
         exchange = open_exchange(model, params, plan.tokens, device)
-        delay = exchange.delay
-        assert delay is not None
+        delay = exchange.inject_delay(0.0)  # captured steps have its kernels
         steps = GpuSteps(captured(model, exchange, plan.tokens, context), exchange, plan, context)
         if rank == 0:
             print(torch.cuda.get_device_name(device), f"{model.spec.num_layers} layers, context {context}")

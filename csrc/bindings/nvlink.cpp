@@ -160,14 +160,14 @@ void delay(Group& group, uintptr_t stream, uint32_t op, uint32_t halves, bool ne
            uintptr_t handle) {
   const cuda::OnDevice here(group.ordinal());
   const cuda::Delayed delayed{Op(op), cuda::Halves(halves), next_reads_ahead, pointer<DeviceHandle>(handle)};
-  cuda::check(cuda::delay(pointer<CUstream_st>(stream), group.overlaps(), group.device(), group.delay_cells(),
+  cuda::check(cuda::delay(pointer<CUstream_st>(stream), group.overlaps(), group.device(), group.delay_state(),
                           delayed),
               "delay");
 }
 
 void compare_clocks(Group& group, uintptr_t stream) {
   const cuda::OnDevice here(group.ordinal());
-  cuda::check(cuda::compare_clocks(pointer<CUstream_st>(stream), group.device(), group.delay_cells()),
+  cuda::check(cuda::compare_clocks(pointer<CUstream_st>(stream), group.device(), group.delay_state()),
               "compare_clocks");
 }
 
@@ -404,18 +404,17 @@ void bind_nvlink(py::module_& m) {
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,
                        uint32_t num_banks, uint32_t payload, uint32_t reduction, uint32_t rank,
                        const std::vector<int32_t>& placement, int device, uint64_t timeout_ns,
-                       bool mask_on_timeout, uint64_t heap_bytes, bool delays) {
+                       bool mask_on_timeout, uint64_t heap_bytes) {
              const Geometry geometry{
                  num_ranks, uint32_t(placement.size()), max_tokens,           hidden, top_k,
                  num_banks, Payload(payload),           Reduction(reduction), 0};
-             return std::make_unique<Group>(
-                 geometry, rank, placement,
-                 cuda::Options{device, timeout_ns, mask_on_timeout, heap_bytes, delays});
+             return std::make_unique<Group>(geometry, rank, placement,
+                                            cuda::Options{device, timeout_ns, mask_on_timeout, heap_bytes});
            }),
            py::kw_only(), py::arg("num_ranks"), py::arg("max_tokens"), py::arg("hidden"), py::arg("top_k"),
            py::arg("num_banks"), py::arg("payload"), py::arg("reduction"), py::arg("rank"),
            py::arg("placement"), py::arg("device"), py::arg("timeout_ns"), py::arg("mask_on_timeout"),
-           py::arg("heap_bytes") = 0, py::arg("delays") = false)
+           py::arg("heap_bytes") = 0)
       .def("export_fd", &Group::export_fd)
       .def("attach", &Group::attach, py::arg("rank"), py::arg("fd"))
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())

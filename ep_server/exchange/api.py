@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the front plans groups from a spec, and has no torch
     Tensors = tuple[torch.Tensor, torch.Tensor | None]  # rows and scales
 
 __all__ = [
-    "Abortable", "AddNorm", "Capabilities", "Delay", "Exchange", "ExchangeSpec", "ExchangeStatistics", "FusedExchange",
+    "Abortable", "AddNorm", "Capabilities", "Exchange", "ExchangeSpec", "ExchangeStatistics", "FusedExchange",
     "Handle", "Membership", "Payload", "PendingCombine", "PendingDispatch", "Received", "RecvOptions",
     "Reduction", "View", "Wire", "chosen",
 ]  # fmt: skip
@@ -355,14 +355,6 @@ class Exchange(Protocol):
         ...
 
 
-class Delay(Protocol):
-    """What a rank receives becomes visible later than it arrives: injected, for measurements."""
-
-    def defer(self) -> AbstractContextManager[Callable[[], None]]:
-        """Operations enqueued inside do not wait for the delay. The callable does, on the current stream."""
-        ...
-
-
 class FusedExchange(Exchange, Protocol):
     """An exchange of a GPU that runs both halves of an operation in one kernel, without the host."""
 
@@ -399,15 +391,10 @@ class FusedExchange(Exchange, Protocol):
         """
         ...
 
-    @property
-    def delay(self) -> Delay | None:
-        """The injected delay; None = rows are visible as soon as they arrive."""
-        ...
-
     def can_norm(self, norm: AddNorm) -> bool:
         """Whether combine takes this add_norm."""
         ...
 
-    def bounded(self, num_sms: int) -> AbstractContextManager[None]:
-        """Kernels enqueued inside fill at most this many multiprocessors."""
+    def bounded(self, num_sms: int) -> AbstractContextManager[Callable[[], None]]:
+        """Kernels inside fill at most this many multiprocessors. The callable waits for an injected delay."""
         ...

@@ -250,32 +250,6 @@ struct BulkLayout {
   }
 };
 
-// What follows in the regions of a group with an injected delay (nvlink/delay.hpp): cells that peers write.
-//
-//   stamps   [op][epoch % kStamps][source]   u64 epoch, u64 when its rows were sent, by the source's clock
-//   asked    [asking rank] line              u64 number of the question
-//   answers  [answering rank] line           u64 number of the question, u64 the clock of that rank
-struct DelayLayout {
-  static constexpr uint32_t kMaxRanks = 8;
-  static constexpr uint32_t kStamps = 2 * kMaxBanks;  // no rank is so many operations ahead
-  static constexpr uint64_t kStampBytes = 2 * sizeof(uint64_t);
-  uint64_t stamps, asked, answers, total;
-
-  EP_HOST_DEVICE static constexpr DelayLayout of(uint64_t begin, bool delays) {
-    DelayLayout d{};
-    d.stamps = begin;
-    d.asked = d.stamps + uint64_t(kBankedOps) * kStamps * kMaxRanks * kStampBytes;
-    d.answers = d.asked + kMaxRanks * kLine;
-    d.total = delays ? align_up(d.answers + kMaxRanks * kLine, kPage) : begin;
-    return d;
-  }
-  EP_HOST_DEVICE constexpr uint64_t stamp_at(Op op, uint64_t epoch, uint32_t source) const {
-    return stamps + ((uint64_t(op) * kStamps + epoch % kStamps) * kMaxRanks + source) * kStampBytes;
-  }
-  EP_HOST_DEVICE constexpr uint64_t asked_at(uint32_t rank) const { return asked + rank * kLine; }
-  EP_HOST_DEVICE constexpr uint64_t answer_at(uint32_t rank) const { return answers + rank * kLine; }
-};
-
 // The arrays of one block of a heap. `scales`, `ids` ... are offsets in the block; `total` is its size.
 struct BulkBlock {
   uint64_t scales, ids, weights, sources, total;

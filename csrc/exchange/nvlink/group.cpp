@@ -36,11 +36,9 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   const OnDevice here(options.device);
   device_.layout = DeviceLayout::of(g);
   device_.bulk = BulkLayout::of(device_.layout.total, options.heap_bytes);
-  delay_.layout = DelayLayout::of(device_.bulk.total, options.delays);
-  const uint64_t region_bytes = delay_.layout.total;
   for (uint32_t r = 0; r < g.num_ranks; ++r)
-    regions_[r] = r == rank ? nvlink::Region::create(options.device, region_bytes)
-                            : nvlink::Region::reserve(options.device, region_bytes);
+    regions_[r] = r == rank ? nvlink::Region::create(options.device, device_.bulk.total)
+                            : nvlink::Region::reserve(options.device, device_.bulk.total);
   std::vector<uint32_t> table(placement.size());
   for (size_t e = 0; e < placement.size(); ++e) {
     uint32_t& count = device_.experts_of[placement[e]];
@@ -83,11 +81,6 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
           "cudaHostAlloc");
     *report_ = {};
   }
-  if (options.delays) {
-    check(cudaMalloc(reinterpret_cast<void**>(&delay_.state), sizeof(DelayState)), "cudaMalloc");
-    const DelayState none{};
-    copy_in(delay_.state, &none, sizeof none);
-  }
   device_.table = table_;
   copy_in(table_, table.data(), table.size() * sizeof(uint32_t));
   DeviceState state{};
@@ -122,7 +115,7 @@ Group::~Group() {
   cudaFree(device_.state);
   cudaFree(table_);
   cudaFree(device_.expert_tokens);
-  cudaFree(delay_.state);
+  cudaFree(delay_);
   cudaFreeHost(device_.status);
   cudaFreeHost(report_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
@@ -198,6 +191,7 @@ void Group::reset(uint64_t base, uint64_t masked) {
   copy_in(device_.own() + Head::kAbort, &none, sizeof none);
   empty_slots();
   start_bulk(base);
+  if (delay_ != nullptr) set_delay(0);  // other ranks may have other GPUs now
   *device_.status = {};
 }
 
@@ -209,19 +203,27 @@ void Group::set_faults(const std::vector<DeviceFault>& faults) {
   copy_in(&device_.state->control.num_faults, &count, sizeof count);
 }
 
-void Group::set_delay(uint64_t ns) { copy_in(&delay_.state->delay_ns, &ns, sizeof ns); }
+void Group::set_delay(uint64_t ns) {
+  const OnDevice here(options_.device);
+  if (delay_ == nullptr) {
+    check(cudaMalloc(reinterpret_cast<void**>(&delay_), sizeof(DelayState)), "cudaMalloc");
+    const DelayState none{};
+    copy_in(delay_, &none, sizeof none);
+  }
+  copy_in(&delay_->delay_ns, &ns, sizeof ns);
+}
 
 void Group::empty_clock_cells() {
   const OnDevice here(options_.device);
-  const DelayLayout& at = delay_.layout;
-  check(cudaMemsetAsync(device_.own() + at.asked, 0, at.total - at.asked, stream_), "cudaMemset");
+  const uint64_t bytes = answer_at(kMaxPeers) - asked_at(0);
+  check(cudaMemsetAsync(device_.own() + asked_at(0), 0, bytes, stream_), "cudaMemset");
   check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
 }
 
 std::vector<int64_t> Group::clocks_ahead() {
   const OnDevice here(options_.device);
   DelayState state;
-  check(cudaMemcpyAsync(&state, delay_.state, sizeof state, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy");
+  check(cudaMemcpyAsync(&state, delay_, sizeof state, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy");
   check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   return {state.ahead_ns, state.ahead_ns + device_.num_ranks};
 }

@@ -20,7 +20,6 @@ struct Options {
   uint64_t timeout_ns;
   bool mask_on_timeout;
   uint64_t heap_bytes = 0;  // for bulk.hpp; 0 = none
-  bool delays = false;      // whether there may be a delay, see delay.hpp
 };
 
 // Throws std::runtime_error if the GPU or its driver refuses something.
@@ -56,8 +55,8 @@ class Group {
   void watch(std::byte* head);
   void set_faults(const std::vector<DeviceFault>& faults);
 
-  // The cells of the delay; of no use without Options::delays.
-  const DelayCells& delay_cells() const { return delay_; }
+  // See delay.hpp. The first call of set_delay() makes its state, null before; a reset sets 0.
+  DelayState* delay_state() const { return delay_; }
   void set_delay(uint64_t ns);          // replays of captured kernels have the new one too
   void empty_clock_cells();             // before compare_clocks(); no rank may be running it
   std::vector<int64_t> clocks_ahead();  // by rank, ns: how far its clock is ahead of this rank's
@@ -79,7 +78,7 @@ class Group {
   std::array<std::unique_ptr<nvlink::Region>, kMaxPeers> regions_;
   uint32_t* table_ = nullptr;
   BulkReport* report_ = nullptr;
-  DelayCells delay_;
+  DelayState* delay_ = nullptr;
   std::mutex masking_;  // also guards base_ and aborted_base_
   uint64_t base_ = 0, aborted_base_ = UINT64_MAX;
   uint32_t masked_by_host_ = 0;    // bits of ranks; kernels keep their own mask

@@ -12,7 +12,6 @@ import torch
 
 from ep_server import _cuda
 from ep_server.errors import ConfigError
-from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink.banks import COMBINE, DISPATCH, RECV, SEND, DeviceHandle
 from ep_server.exchange.spec import ExchangeSpec
 
@@ -29,22 +28,25 @@ def check_delay(seconds: float, spec: ExchangeSpec) -> None:
 
 
 class NvlinkDelay:
-    """The delay of one rank's end. All calls but defer() and follow() are collective.
+    """The delay of one rank's end: rows become visible so long after they were sent.
+
+    set() and compare_clocks() are collective. A reset of the exchange ends the delay until the next set().
+    Steps captured before there was a NvlinkDelay never have one.
 
     Args:
-        control: of the same ranks, in host memory.
+        barrier: of the same ranks' processes.
     """
 
     def __init__(
-        self, group: _cuda.Group, control: HostGroup, spec: ExchangeSpec, device: torch.device
+        self, group: _cuda.Group, barrier: Callable[[], None], spec: ExchangeSpec, device: torch.device
     ) -> None:
-        self._group, self._control, self._spec, self._device = group, control, spec, device
+        self._group, self._barrier, self._spec, self._device = group, barrier, spec, device
         self._deferred: list[Callable[[], None]] | None = None
 
     def set(self, seconds: float) -> None:
-        """From now on everything becomes visible so much later, in captured graphs too. Compares the clocks.
+        """The delay of what is sent from now on, also by captured steps. Compares the clocks.
 
-        Waits for the GPU; call it between steps. Raises: ConfigError.
+        Waits for the GPU; no operation may be running on any rank. 0 = none. Raises: ConfigError.
         """
         check_delay(seconds, self._spec)
         torch.cuda.synchronize(self._device)  # what was sent before has the old delay
@@ -58,15 +60,15 @@ class NvlinkDelay:
         No operation may be running.
         """
         self._group.empty_clock_cells()
-        self._control.barrier()
+        self._barrier()
         self._group.compare_clocks(self._stream())
         torch.cuda.synchronize(self._device)
-        self._control.barrier()
+        self._barrier()
         return self._group.clocks_ahead()
 
     @contextmanager
     def defer(self) -> Iterator[Callable[[], None]]:
-        """As api.Delay says."""
+        """Operations enqueued inside do not wait for the delay. The callable does, on the current stream."""
         deferred: list[Callable[[], None]] = []
         before, self._deferred = self._deferred, deferred
 

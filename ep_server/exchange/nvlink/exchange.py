@@ -6,12 +6,12 @@ synchronize() raises failures that a kernel finds. A rank publishes which of its
 kernel starts, in barrier() and in synchronize(). Everything can be captured in a CUDA graph and replayed.
 Sends of one exchange follow one another in stream order. Durations in ns.
 
-Beyond the Protocol: tokens_on_device, bounded(), synchronize(), set_faults() and what api.FusedExchange has.
+Beyond the Protocol: tokens_on_device, synchronize(), set_faults(), inject_delay() and api.FusedExchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Unpack
 
@@ -40,14 +40,8 @@ from ep_server.exchange.bootstrap import Standing, share_anew, share_regions
 from ep_server.exchange.faults import Fault, encode_device_faults
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink.banks import BOTH, COMBINE, DISPATCH, RECV, SEND, Banks, DeviceHandle
-from ep_server.exchange.nvlink.delay import NvlinkDelay, check_delay
-from ep_server.exchange.nvlink.launch import (
-    CombineTensors,
-    Launcher,
-    address,
-    check_device_spec,
-    make_group,
-)
+from ep_server.exchange.nvlink.delay import NvlinkDelay
+from ep_server.exchange.nvlink.launch import CombineTensors, Launcher, address, check_device_spec, make_group
 from ep_server.exchange.nvlink.normal import NvlinkNormal, has_normal, heap_bytes
 from ep_server.exchange.shapes import Shapes, Tensors
 from ep_server.exchange.spec import ExchangeSpec
@@ -80,9 +74,6 @@ class NvlinkExchange:
         validate: reads ids back and checks them before anything is sent; for tests, it waits for the GPU.
         joins: the others run already; this rank masks them until all call reset().
         many: also for many rows at once (NvlinkNormal), where the spec allows; the same on all ranks.
-        delay_seconds: for tests and benchmarks: what peers send becomes visible so much later, as over a long
-          line. The sender does not wait. On all ranks or none; None = without the kernels that do this, and
-          `delay` is None. Not with `many`, whose operations have no delay.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
 
@@ -97,10 +88,8 @@ class NvlinkExchange:
         validate: bool = False,
         joins: bool = False,
         many: bool = False,
-        delay_seconds: float | None = None,
     ) -> None:
         self.spec, self._control, self._validate = spec, control, validate
-        self._delay_seconds = delay_seconds
         self._heap_bytes = heap_bytes(spec) if many and on_timeout == "raise" and has_normal(spec) else 0
         self._fresh = joins  # has attached no region of the others yet
         try:
@@ -117,17 +106,12 @@ class NvlinkExchange:
 
     def _start(self, device: int | None, on_timeout: str, num_sms: int) -> Launcher:
         check_device_spec(self.spec, on_timeout)
-        if self._delay_seconds is not None:
-            check_delay(self._delay_seconds, self.spec)
-            if self._heap_bytes:
-                raise ConfigError("delay_seconds", self._delay_seconds, "None with operations for many rows")
         if not torch.cuda.is_available():
             raise StartupError("the exchange over NVLink needs a CUDA device, none is available")
         self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
         with torch.cuda.device(self.device):
             self.shapes = Shapes(self.spec, self.device, aligned=True)
-            delays = self._delay_seconds is not None
-            group = make_group(self.spec, self.device, on_timeout, self._heap_bytes, delays=delays)
+            group = make_group(self.spec, self.device, on_timeout, self._heap_bytes)
             launcher = Launcher(group, self.spec, self.shapes, num_sms)
             others = set(range(self.spec.num_ranks)) - {self.spec.rank}
             if absent := others if self._fresh else self._control.masked:
@@ -135,11 +119,6 @@ class NvlinkExchange:
             if not self._fresh:
                 share_regions(self._control, self.spec, group)
             group.watch(self._control.native.head, self._control.native)
-            if self._delay_seconds is not None:
-                launcher.delay = NvlinkDelay(group, self._control, self.spec, self.device)
-                group.set_delay(round(self._delay_seconds * 1e9))
-                if not self._fresh:
-                    launcher.delay.compare_clocks()
         return launcher
 
     @property
@@ -165,11 +144,6 @@ class NvlinkExchange:
             fills=True,
             wires=frozenset(Wire),
         )
-
-    @property
-    def delay(self) -> NvlinkDelay | None:
-        """As the Protocol says."""
-        return self._open().delay
 
     # -- halves ---------------------------------------------------------------------------------------
 
@@ -269,7 +243,7 @@ class NvlinkExchange:
         """As the Protocol says."""
         return self._open().can_norm(norm)
 
-    def bounded(self, num_sms: int) -> AbstractContextManager[None]:
+    def bounded(self, num_sms: int) -> AbstractContextManager[Callable[[], None]]:
         """As the Protocol says, also for captured kernels. Raises ConfigError for less than 1."""
         return self._open().bounded(num_sms)
 
@@ -354,12 +328,19 @@ class NvlinkExchange:
         launcher.generation = object()
         self._banks = Banks(self.spec.rank, banks)
         self._control.barrier()
-        if launcher.delay is not None:
-            launcher.delay.compare_clocks()  # of other GPUs, maybe
 
     def set_faults(self, faults: Iterable[Fault]) -> None:
         """Replaces the fault plan: delays and drops where a send writes. No kernel may be running."""
         self._open().group.set_faults(encode_device_faults(faults, self.spec))
+
+    def inject_delay(self, delay_seconds: float) -> NvlinkDelay:
+        """For measurements: what peers send from now on becomes visible so much later; see NvlinkDelay.
+
+        Collective; no operation may be running. Raises: ConfigError.
+        """
+        if self._normal is not None:
+            raise ConfigError("delay_seconds", delay_seconds, "of an exchange without those for many rows")
+        return self._open().inject_delay(delay_seconds, self._control.barrier)
 
     def statistics(self) -> ExchangeStatistics:
         """As the Protocol says. Kept on the GPU and copied on a stream of their own."""

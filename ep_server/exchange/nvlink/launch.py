@@ -5,8 +5,8 @@ Which operation may run is decided in exchange.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -95,13 +95,11 @@ def check_device_spec(spec: ExchangeSpec, on_timeout: str) -> None:
         raise ConfigError("on_timeout", on_timeout, "one of raise, mask")
 
 
-def make_group(
-    spec: ExchangeSpec, device: torch.device, on_timeout: str, heap_bytes: int = 0, *, delays: bool = False
-) -> _cuda.Group:
+def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str, heap_bytes: int = 0) -> _cuda.Group:
     """This rank's region and state in the memory of its GPU. Raises RuntimeError where the GPU refuses.
 
     Args:
-        heap_bytes: further memory that peers write, for NvlinkBulk. delays: it may have a NvlinkDelay.
+        heap_bytes: further memory that peers write, for NvlinkBulk.
     """
     return _cuda.Group(
         num_ranks=spec.num_ranks,
@@ -117,7 +115,6 @@ def make_group(
         timeout_ns=spec.timeout_ns,
         mask_on_timeout=on_timeout == "mask",
         heap_bytes=heap_bytes,
-        delays=delays,
     )
 
 
@@ -127,7 +124,6 @@ class Launcher:
     Attributes:
         num_sms: multiprocessors that a kernel may fill. They bound its grid: 1 is enough for any operation.
         generation: owner of current handles. A reset replaces it, since their banks and epochs are gone.
-        delay: injected behind every kernel, if any.
     """
 
     def __init__(self, group: _cuda.Group, spec: ExchangeSpec, shapes: Shapes, num_sms: int) -> None:
@@ -135,7 +131,7 @@ class Launcher:
             raise ConfigError("num_sms", num_sms, f"0 to {group.num_sms}")
         self.group, self.spec, self.shapes, self.device = group, spec, shapes, shapes.device
         self.num_sms, self.generation = num_sms or group.num_sms, object()
-        self.delay: NvlinkDelay | None = None
+        self._delay: NvlinkDelay | None = None
 
     def new_handle(self, tokens: int, *, weighted: bool) -> DeviceHandle:
         """Of the next dispatch."""
@@ -151,15 +147,24 @@ class Launcher:
             raise_status(status, self.spec)
 
     @contextmanager
-    def bounded(self, num_sms: int) -> Iterator[None]:
+    def bounded(self, num_sms: int) -> Iterator[Callable[[], None]]:
         """See FusedExchange."""
         if num_sms < 1:
             raise ConfigError("num_sms", num_sms, "1 or more")
         before, self.num_sms = self.num_sms, min(num_sms, self.num_sms)
+        deferred = nullcontext(lambda: None) if self._delay is None else self._delay.defer()
         try:
-            yield
+            with deferred as await_delay:
+                yield await_delay
         finally:
             self.num_sms = before
+
+    def inject_delay(self, seconds: float, barrier: Callable[[], None]) -> NvlinkDelay:
+        """See NvlinkExchange."""
+        delay = self._delay or NvlinkDelay(self.group, barrier, self.spec, self.device)
+        delay.set(seconds)
+        self._delay = delay
+        return delay
 
     def last_epoch(self) -> int:
         """No operation so far has a later one."""
@@ -206,8 +211,8 @@ class Launcher:
             raise InvalidArgument("x", "not aligned", f"at a multiple of {VECTOR} bytes")
         stream, memory = self._stream(handle), handle.state.memory.data_ptr()
         self.group.dispatch(stream, halves, self.num_sms, handle.state.most, narrow, send, recv, memory)
-        if self.delay is not None:
-            self.delay.follow(DISPATCH, halves, handle, next_reads_ahead=next_reads_ahead)
+        if self._delay is not None:
+            self._delay.follow(DISPATCH, halves, handle, next_reads_ahead=next_reads_ahead)
 
     def receive(
         self,
@@ -296,8 +301,8 @@ class Launcher:
         stream, state = self._stream(handle), handle.state
         memory = state.memory.data_ptr()
         self.group.combine(stream, halves, self.num_sms, state.most, narrow, send, recv, memory)
-        if self.delay is not None:
-            self.delay.follow(COMBINE, halves, handle, next_reads_ahead=tensors.next_reads_ahead)
+        if self._delay is not None:
+            self._delay.follow(COMBINE, halves, handle, next_reads_ahead=tensors.next_reads_ahead)
 
     def can_norm(self, norm: AddNorm) -> bool:
         """Whether the kernel of combine takes these tensors; otherwise another kernel norms its sums."""

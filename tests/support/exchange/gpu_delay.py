@@ -55,9 +55,10 @@ def spec_of(group: dist.ProcessGroup) -> ExchangeSpec:
     return replace(spec, timeout_ns=20 * NS)
 
 
-def delay_of(exchange: NvlinkExchange) -> NvlinkDelay:
-    assert exchange.delay is not None
-    return exchange.delay
+def open_delayed(group: dist.ProcessGroup, seconds: float) -> tuple[NvlinkExchange, NvlinkDelay]:
+    """Collective."""
+    exchange = open_exchange(group, spec_of(group))
+    return exchange, exchange.inject_delay(seconds)
 
 
 def not_before(group: dist.ProcessGroup, fused: bool) -> list[int]:
@@ -67,10 +68,10 @@ def not_before(group: dist.ProcessGroup, fused: bool) -> list[int]:
 
     Returns: how far the clock of each rank is ahead of this one's, ns.
     """
-    exchange = open_exchange(group, spec_of(group), delay_seconds=0.0)
+    exchange, delay = open_delayed(group, 0.0)
     spec = exchange.spec
     run_pair(OnGpu(exchange, fused=fused), "max_tokens", 0, View.PADDED)  # loads the kernels
-    delay_of(exchange).set(LONG_SECONDS)
+    delay.set(LONG_SECONDS)
     inputs = make_inputs(spec, "max_tokens", 1)
     given = on_gpu(inputs[spec.rank])
 
@@ -90,7 +91,7 @@ def not_before(group: dist.ProcessGroup, fused: bool) -> list[int]:
 
     out = _timed(exchange, combine)
     assert_equal(out.cpu(), expect(spec, inputs).combined, "combined")
-    ahead = delay_of(exchange).compare_clocks()
+    ahead = delay.compare_clocks()
     close_exchange(exchange)
     return ahead
 
@@ -117,7 +118,7 @@ def _timed(exchange: NvlinkExchange, send: Callable[[], Callable[[], T]]) -> T:
 
 def same_results(group: dist.ProcessGroup, fused: bool) -> None:
     """Bit for bit as on paper, in every view, with two banks."""
-    exchange = open_exchange(group, spec_of(group), delay_seconds=SHORT_SECONDS)
+    exchange, delay = open_delayed(group, SHORT_SECONDS)
     for seed, routing in enumerate(("max_tokens", "zipf", "dropped", "single_token", "all_to_one")):
         for view in View:
             run_pair(OnGpu(exchange, fused=fused), routing, seed, view)
@@ -126,7 +127,7 @@ def same_results(group: dist.ProcessGroup, fused: bool) -> None:
 
 def two_halves(group: dist.ProcessGroup, steps: int = 3) -> None:
     """Two micro-batches, each of which waits for the delay in its hooks, with two banks."""
-    exchange = open_exchange(group, spec_of(group), delay_seconds=SHORT_SECONDS)
+    exchange, delay = open_delayed(group, SHORT_SECONDS)
     step = Step(exchange, Cases(exchange.spec, len(ROUTINGS)), SideRows(exchange, SMS))
     for _ in range(steps):
         step.run()
@@ -138,8 +139,8 @@ def two_halves(group: dist.ProcessGroup, steps: int = 3) -> None:
 
 def captured(group: dist.ProcessGroup, replays: int = 50) -> None:
     """A captured pair has the delay that is set when it is replayed, and the same bits with each."""
-    exchange = open_exchange(group, spec_of(group), delay_seconds=0.0)
-    spec, delay = exchange.spec, delay_of(exchange)
+    exchange, delay = open_delayed(group, 0.0)
+    spec = exchange.spec
     inputs = make_inputs(spec, "zipf", 3)
     given, wanted = on_gpu(inputs[spec.rank]), expect(spec, inputs).combined
     factors = factors_of(spec)
@@ -169,7 +170,7 @@ def captured(group: dist.ProcessGroup, replays: int = 50) -> None:
 
 def without_one(group: dist.ProcessGroup) -> None:
     """Nobody waits for a masked rank, and after the reset all ranks wait for each other."""
-    exchange = open_exchange(group, spec_of(group), delay_seconds=SHORT_SECONDS)
+    exchange, delay = open_delayed(group, SHORT_SECONDS)
     spec = exchange.spec
     inputs, last = make_inputs(spec, "max_tokens", 1), spec.num_ranks - 1
     if spec.rank != last:
@@ -179,7 +180,9 @@ def without_one(group: dist.ProcessGroup) -> None:
             assert_equal(got, sums_without(spec, inputs, last), f"turn {turn}")
     exchange.barrier()
     exchange.reset()
-    run_pair(OnGpu(exchange), "max_tokens", 2, View.PADDED)
+    for seconds in (0.0, SHORT_SECONDS):
+        delay.set(seconds)
+        run_pair(OnGpu(exchange), "max_tokens", 2, View.PADDED)
     close_exchange(exchange)
 
 
@@ -190,11 +193,12 @@ def aborted(group: dist.ProcessGroup) -> None:
     torch.cuda.set_device(gpu_of(spec.rank))
     control = open_group(control_spec(spec), segment)
     os.close(segment)
-    exchange = NvlinkExchange(spec, control=control, delay_seconds=0.0)
+    exchange = NvlinkExchange(spec, control=control)
+    delay = exchange.inject_delay(0.0)
     run_pair(OnGpu(exchange), "max_tokens", 0, View.PADDED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvlink_delay, "MAX_DELAY_SECONDS", ENDLESS_SECONDS)
-        delay_of(exchange).set(ENDLESS_SECONDS)
+        delay.set(ENDLESS_SECONDS)
     given = on_gpu(make_inputs(spec, "max_tokens", 1)[spec.rank])
     exchange.barrier()
     pending = exchange.dispatch_send(*given)
@@ -207,23 +211,18 @@ def aborted(group: dist.ProcessGroup) -> None:
         with pytest.raises(GroupAborted):
             pending.recv(View.PADDED)
             exchange.synchronize()
-    exchange.reset()
-    delay_of(exchange).set(0.0)
+    exchange.reset()  # ends the delay too
     run_pair(OnGpu(exchange), "max_tokens", 2, View.PADDED)
     close_exchange(exchange)
 
 
 def refused(group: dist.ProcessGroup) -> None:
     """What cannot be delayed is refused by name."""
-    short = replace(spec_of(group), timeout_ns=NS // 2)
-    for spec, options in (
-        (spec_of(group), {"delay_seconds": -0.001}),
-        (spec_of(group), {"delay_seconds": 1.5}),
-        (short, {"delay_seconds": 0.5}),
-        (spec_of(group), {"delay_seconds": 0.1, "many": True}),
-    ):
+    short = open_exchange(group, replace(spec_of(group), timeout_ns=NS // 2))
+    many = open_exchange(group, spec_of(group), many=True)
+    for exchange, seconds in ((short, -0.001), (short, 1.5), (short, 0.5), (many, 0.1)):
         with pytest.raises(ConfigError, match="delay_seconds"):
-            open_exchange(group, spec, **options)
-    exchange = open_exchange(group, spec_of(group))
-    assert exchange.delay is None
-    close_exchange(exchange)
+            exchange.inject_delay(seconds)
+    for exchange in (short, many):
+        run_pair(OnGpu(exchange), "max_tokens", 0, View.PADDED)
+        close_exchange(exchange)

@@ -79,7 +79,9 @@ class Step:
 def overlapped(group: dist.ProcessGroup, replays: int, delay_seconds: float | None = None) -> None:
     """Bit for bit as on paper: eager, replayed, in turn with steps of one stream; two banks are enough."""
     spec = replace(a_models_spec(group.rank(), group.size(), Payload.BF16), num_banks=2)
-    exchange = open_exchange(group, spec, delay_seconds=delay_seconds)
+    exchange = open_exchange(group, spec)
+    if delay_seconds is not None:
+        exchange.inject_delay(delay_seconds)
     cases = Cases(spec, 4 * len(ROUTINGS))
     step, alone = (Step(exchange, cases, r) for r in (SideRows(exchange, SMS), FusedRows(exchange)))
     for _ in range(EAGER):

@@ -152,7 +152,6 @@ class StillExchange:
     """In place of a NvlinkExchange, of which nobody hears: tensors of its shapes, filled by nobody."""
 
     def __init__(self, spec: ExchangeSpec) -> None:
-        self.delay = None
         self.spec, self.device, self._rows = spec, CPU, torch.zeros(4096, spec.hidden, dtype=torch.bfloat16)
 
     def dispatch(self, x: torch.Tensor, ids: object, weights: object, view: View, **how: Any) -> Received:
@@ -168,8 +167,8 @@ class StillExchange:
     def can_norm(self, norm: object) -> bool:
         return True
 
-    def bounded(self, num_sms: int) -> nullcontext[None]:
-        return nullcontext()
+    def bounded(self, num_sms: int) -> nullcontext[Callable[[], None]]:
+        return nullcontext(lambda: None)
 
 
 def still_runner(folder: Path, rank: Rank) -> GpuRunner:

@@ -235,19 +235,15 @@ class SideRows:
         return self._beside(partial(self._inner.combine, out, received))
 
     def _beside(self, transfer: Callable[[], Hook[T]]) -> Hook[T]:
-        fork, delay = self._side.fork(), self._exchange.delay
-        if delay is None:
-            return fork.run(partial(self._bounded, transfer))
-        with delay.defer() as wait:  # on the side stream it would hold up the other half's rows
-            arrive = fork.run(partial(self._bounded, transfer))
+        arrive = self._side.fork().run(partial(self._bounded, transfer))
 
-        def late() -> T:
-            result = arrive()
-            wait()
+        def hook() -> T:
+            result, await_delay = arrive()
+            await_delay()  # on the side stream it would hold up the other micro-batch's rows
             return result
 
-        return late
+        return hook
 
-    def _bounded(self, transfer: Callable[[], Hook[T]]) -> T:
-        with self._exchange.bounded(self._num_sms):
-            return transfer()()
+    def _bounded(self, transfer: Callable[[], Hook[T]]) -> tuple[T, Callable[[], None]]:
+        with self._exchange.bounded(self._num_sms) as await_delay:
+            return transfer()(), await_delay

@@ -31,7 +31,6 @@ class Exchange:
     spec = SimpleNamespace(num_ranks=4, top_k=8, local_experts=(0, 1, 2))
 
     device = torch.device("cpu")
-    delay: Delay | None = None
 
     def __init__(self, *, norms: bool = True) -> None:
         self.capacity = self.most_tokens = 0
@@ -72,9 +71,9 @@ class Exchange:
         return self.norms
 
     @contextmanager
-    def bounded(self, num_sms: int) -> Iterator[None]:
+    def bounded(self, num_sms: int) -> Iterator[Callable[[], None]]:
         NOTES.append(f"within {num_sms} multiprocessors")
-        yield
+        yield lambda: NOTES.append("waits for the delay")
         NOTES.append("all of them")
 
 
@@ -97,35 +96,11 @@ def test_both_halves_run_on_the_side_stream_and_the_hook_waits() -> None:
     ]  # fmt: skip
     assert begun == NOTES
     combine = rows.combine(x, arrive())
-    assert NOTES[len(begun)] == "main waits for event 8"
-    again = [note.replace("dispatch", "combine").replace("event 1", "event 10") for note in begun]
-    assert NOTES[len(begun) + 1 :] == again
-    assert torch.equal(combine(), x + 1) and NOTES[-1] == "main waits for event 17"
-
-
-class Delay:
-    """Notes what is enqueued without it, and where it is waited for."""
-
-    @contextmanager
-    def defer(self) -> Iterator[Callable[[], None]]:
-        NOTES.append("begins to defer")
-        yield lambda: NOTES.append("waits for the delay")
-        NOTES.append("ends to defer")
-
-
-def test_a_delay_is_waited_for_in_the_hook_on_the_main_stream() -> None:
-    exchange = Exchange()
-    exchange.delay = Delay()
-    rows = SideRows(exchange, 48)
-    x = torch.ones(2, 3)
-    arrive = rows.dispatch(tokens(x), ARRIVAL)
-    begun = len(NOTES)
-    assert NOTES.index("begins to defer") < NOTES.index("dispatch") < NOTES.index("ends to defer")
-    received = arrive()
-    assert NOTES[begun:] == ["main waits for event 9", "waits for the delay"]
-    combine = rows.combine(x, received)
-    assert NOTES[-1] == "ends to defer"
-    assert torch.equal(combine(), x + 1) and NOTES[-1] == "waits for the delay"
+    assert NOTES[len(begun) : len(begun) + 2] == ["main waits for event 8", "waits for the delay"]
+    again = [note.replace("dispatch", "combine").replace("event 1", "event 11") for note in begun]
+    assert NOTES[len(begun) + 2 :] == again
+    assert torch.equal(combine(), x + 1)
+    assert NOTES[-2:] == ["main waits for event 18", "waits for the delay"]
 
 
 def test_what_a_transfer_reads_lives_until_its_hook_was_called() -> None:
