@@ -118,7 +118,7 @@ def _timed(exchange: NvlinkExchange, send: Callable[[], Callable[[], T]]) -> T:
 
 def same_results(group: dist.ProcessGroup, fused: bool) -> None:
     """Bit for bit as on paper, in every view, with two banks."""
-    exchange, delay = open_delayed(group, SHORT_SECONDS)
+    exchange, _ = open_delayed(group, SHORT_SECONDS)
     for seed, routing in enumerate(("max_tokens", "zipf", "dropped", "single_token", "all_to_one")):
         for view in View:
             run_pair(OnGpu(exchange, fused=fused), routing, seed, view)
@@ -127,7 +127,7 @@ def same_results(group: dist.ProcessGroup, fused: bool) -> None:
 
 def two_halves(group: dist.ProcessGroup, steps: int = 3) -> None:
     """Two micro-batches, each of which waits for the delay in its hooks, with two banks."""
-    exchange, delay = open_delayed(group, SHORT_SECONDS)
+    exchange, _ = open_delayed(group, SHORT_SECONDS)
     step = Step(exchange, Cases(exchange.spec, len(ROUTINGS)), SideRows(exchange, SMS))
     for _ in range(steps):
         step.run()
