@@ -54,6 +54,7 @@ from ep_server.testing.namespaces import Hosts
 
 CONTEXT = 16
 SPIN_US = 20_000
+LEAST = 1e-9  # s, of delay 0: what makes messages late then runs too, and is not taken for the delay
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -126,7 +127,7 @@ class Steps:
 
 def measure(plan: Plan, model: RankModel, spec: ExchangeSpec, delay: float, gather: Gather) -> Table:
     """All modes at one delay. Collective."""
-    options = FabricOptions(domain=plan.domain or namespaces.DEVICE, delay_seconds=delay / 1e3)
+    options = FabricOptions(domain=plan.domain or namespaces.DEVICE, delay_seconds=max(delay / 1e3, LEAST))
     link = FabricLink(spec, options, Waiting(SPIN_US))
     exchange = link.exchange()
     try:
