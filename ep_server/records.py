@@ -379,9 +379,9 @@ class RankStatistics:
     """Cumulative measurements of one rank since its start.
 
     histograms: name -> counts per log2 bucket; bucket b counts durations in [2^b, 2^(b+1)) ns.
-      Names: "<op>/<part>" with op in dispatch, combine, vote and part in send, wait, expand, reduce, total;
-      "step/<phase>" with phase in plan, vote, attention, router, dispatch, experts, combine, sample,
-      publish, total.
+      Names: "<op>/<part>" with op in dispatch, combine, vote, normal_dispatch, normal_combine and part in
+      send, wait, expand, reduce, total; "step/<phase>" with phase in plan, vote, attention, router,
+      dispatch, experts, combine, sample, publish, total.
     sums: name -> sum of the durations of the histogram of that name, ns.
     counters: name -> cumulative number (idle_steps, bytes/<op>, ...). experts_active: local experts that
       received a row, over layers and steps. network_bytes|retries/<peer>/<domain>: to other hosts.

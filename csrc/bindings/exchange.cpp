@@ -50,7 +50,8 @@ py::typing::Dict<py::str, py::object> statistics(Exchange& exchange) {
   const Group& group = exchange.group();
   py::dict histograms, sums, counters, peers, experts;
   for (uint32_t op = 0; op < kTimedOps; ++op) {
-    const std::string op_name = name(Op(op));
+    const std::string op_name = timed_name(op);
+    if (op >= kFirstOfMany && group.statistics.times[op][uint32_t(Part::kSend)].sum.get() == 0) continue;
     for (uint32_t part = 0; part < kNumParts; ++part) {
       const Histogram& h = group.statistics.times[op][part];
       py::tuple counts(kNumBuckets);

@@ -47,8 +47,10 @@ py::typing::Dict<py::str, py::typing::Dict<py::object, py::object>> statistics(G
   const cuda::Totals& t = state.totals;
   py::dict histograms, sums, counters, peers, longest, experts;
   py::typing::Dict<py::str, py::typing::Dict<py::object, py::object>> all;
-  for (uint32_t op = 0; op < kBankedOps; ++op) {
-    const std::string op_name = name(Op(op));
+  for (uint32_t op = 0; op < cuda::kKinds; ++op) {
+    const bool many = op >= kBankedOps;
+    const std::string op_name = timed_name(timed(Op(op % kBankedOps), many));
+    if (many && t.sums[op][uint32_t(Part::kTotal)] == 0) continue;
     for (uint32_t part = 0; part < kNumParts; ++part) {
       py::tuple counts(kNumBuckets);
       uint64_t total = 0;
@@ -60,15 +62,16 @@ py::typing::Dict<py::str, py::typing::Dict<py::object, py::object>> statistics(G
       histograms[py::str(op_name + "/" + kParts[part])] = counts;
       sums[py::str(op_name + "/" + kParts[part])] = t.sums[op][part];
     }
-    counters[py::str("bytes/" + op_name)] = state.tally[op].bytes;
-    counters[py::str("bytes_local/" + op_name)] = state.tally[op].bytes_local;
+    counters[py::str("bytes/" + op_name)] = many ? t.bulk_bytes[op % kBankedOps] : state.tally[op].bytes;
+    counters[py::str("bytes_local/" + op_name)] =
+        many ? t.bulk_bytes_local[op % kBankedOps] : state.tally[op].bytes_local;
     for (uint32_t peer = 0; peer < group.device().num_ranks; ++peer) {
       peers[py::make_tuple(op_name, peer)] = t.peer_wait_ns[op][peer];
       longest[py::make_tuple(op_name, peer)] = t.peer_wait_max_ns[op][peer];
     }
   }
   counters["exchange_tokens"] = t.tokens;
-  counters["exchange_rows"] = state.tally[0].rows;
+  counters["exchange_rows"] = state.tally[0].rows + t.bulk_rows;
   counters["exchange_timeouts"] = t.timeouts;
   for (size_t e = 0; e < by_expert.size(); ++e) experts[py::int_(e)] = by_expert[e];
   all["histograms"] = histograms;

@@ -2,8 +2,6 @@
 
 Ranks report cumulative numbers, so this module counts nothing and a scrape changes nothing: counters rise for
 as long as the ranks live. A family without samples is left out. Units: seconds, bytes, tokens.
-
-An `Interval` is two reports of one rank with at least one step between them: expert balance, skew, overlap.
 """
 
 from __future__ import annotations
@@ -24,59 +22,15 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ep_server.engine.observer import RankQueue
-from ep_server.observability.quantiles import NANO, balance
+from ep_server.observability.intervals import (
+    Interval,
+    expert_balance,
+    op_and_mode,
+    overlap_ratio,
+    step_skew,
+)
+from ep_server.observability.quantiles import NANO
 from ep_server.records import RankLoad, RankStatistics
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """Two cumulative reports of one rank."""
-
-    before: RankStatistics
-    now: RankStatistics
-
-    @property
-    def steps(self) -> int:
-        """Steps between the reports, at least 1."""
-        return self.now.load.steps - self.before.load.steps
-
-    def spent(self, *names: str) -> int:
-        """Nanoseconds added to the sums of these names."""
-        return sum(self.now.sums.get(name, 0) - self.before.sums.get(name, 0) for name in names)
-
-    def expert_tokens(self) -> list[int]:
-        """Tokens that each expert of this rank received."""
-        before = self.before.expert_tokens
-        return [number - before.get(expert, 0) for expert, number in self.now.expert_tokens.items()]
-
-
-def expert_balance(intervals: Sequence[Interval]) -> tuple[float, float] | None:
-    """(over ranks, over single experts): mean over maximum of the tokens received; 1 is even."""
-    received = [tokens for interval in intervals if (tokens := interval.expert_tokens())]
-    if not any(map(sum, received)):
-        return None
-    return balance(map(sum, received)), balance(number for tokens in received for number in tokens)
-
-
-def step_skew(intervals: Sequence[Interval]) -> float | None:
-    """Seconds per step that the earliest rank waits in the vote beyond the latest one."""
-    waits = [interval.spent("vote/wait") * NANO / interval.steps for interval in intervals]
-    return max(waits) - min(waits) if len(waits) > 1 else None
-
-
-def overlap_ratio(interval: Interval) -> float | None:
-    """Share of the time that dispatch and combine are in flight in which the rank did other work.
-
-    Hidden is the time from the end of a send half to the begin of its receive half.
-    """
-    waited = hidden = 0
-    for op in ("dispatch", "combine"):
-        wait = interval.spent(f"{op}/wait")
-        busy = interval.spent(f"{op}/send", f"{op}/expand", f"{op}/reduce")
-        waited += wait
-        hidden += max(interval.spent(f"{op}/total") - busy - wait, 0)
-    return hidden / (hidden + waited) if hidden + waited else None
-
 
 FIRST_EDGE, LAST_EDGE = 10, 34  # bucket edges from 2^10 ns (1 us) to 2^34 ns (17 s), doubling
 MAX_EXPERT_SERIES = 512  # with more experts, one series per rank counts all of them
@@ -116,7 +70,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "exchange_rows": ("comm_rows", "Rows that dispatch received, one per token and receiving rank."),
     "exchange_sleeps": ("comm_sleeps", "Waits for a peer that spun for a while and then slept."),
 }
-# Kind of a counter "<kind>/<label>" -> (family without prefix, help, name of the label).
+# Kind of a counter "<kind>/<label>" -> (family without prefix, help, label). An op has a mode too.
 LABELLED: Mapping[str, tuple[str, str, str]] = {
     "bytes": ("comm_bytes", "Bytes sent to other ranks.", "op"),
     "handoffs": ("kv_handoffs", "Hand-offs of KV blocks to and from other servers that ended.", "result"),
@@ -125,7 +79,11 @@ LABELLED: Mapping[str, tuple[str, str, str]] = {
 }
 # Histogram name or kind -> (family without prefix, help, labels beside rank).
 HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "comm": ("comm_latency_seconds", "Duration of one part of one operation between ranks.", ("op", "part")),
+    "comm": (
+        "comm_latency_seconds",
+        "Duration of one part of one operation between ranks.",
+        ("op", "mode", "part"),
+    ),
     "step": ("step_seconds", "Duration of one phase of one step.", ("phase",)),
     "request/queue": ("request_queue_seconds", "From arrival at the rank to a request's first step.", ()),
 }
@@ -266,14 +224,17 @@ class RankCollector(Collector):
                     counter.add_metric([str(rank.rank)], value)
             yield counter
         labelled = {
-            kind: CounterMetricFamily(self._prefix + name, help, labels=["rank", label])
+            kind: CounterMetricFamily(
+                self._prefix + name, help, labels=["rank", label, *(["mode"] if label == "op" else ())]
+            )
             for kind, (name, help, label) in LABELLED.items()
         }
         for rank in ranks:
             for key, value in sorted(rank.counters.items()):
                 kind, _, label = key.partition("/")
                 if label and value and kind in labelled:
-                    labelled[kind].add_metric([str(rank.rank), label], value)
+                    labels = op_and_mode(label) if LABELLED[kind][2] == "op" else (label,)
+                    labelled[kind].add_metric([str(rank.rank), *labels], value)
         yield from labelled.values()
 
     def _histograms(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
@@ -289,7 +250,7 @@ class RankCollector(Collector):
                 elif op == "step":
                     family, labels = families["step"], [part]
                 else:
-                    family, labels = families["comm"], [op, part]
+                    family, labels = families["comm"], [*op_and_mode(op), part]
                 if any(buckets):
                     total = rank.sums.get(name, 0) * NANO
                     family.add_metric([label(rank), *labels], prometheus_buckets(buckets), total)
@@ -299,12 +260,12 @@ class RankCollector(Collector):
         family = CounterMetricFamily(
             f"{self._prefix}comm_peer_wait_seconds",
             "Time that rank waited for peer.",
-            labels=["rank", "peer", "op"],
+            labels=["rank", "peer", "op", "mode"],
         )
         for rank in ranks:
             for (op, peer), waited in sorted(rank.peer_wait_ns.items()):
                 if waited and peer != rank.rank:
-                    family.add_metric([label(rank), str(peer), op], waited * NANO)
+                    family.add_metric([label(rank), str(peer), *op_and_mode(op)], waited * NANO)
         return family
 
     def _expert_tokens(self, ranks: list[RankStatistics]) -> Metric:

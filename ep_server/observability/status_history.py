@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from ep_server.observability.intervals import names_of
 from ep_server.observability.quantiles import NANO, balance, merge, quantile
 from ep_server.records import RankStatistics
 
@@ -67,8 +68,8 @@ class Window:
 
     def latency(self, op: str) -> tuple[float, float] | None:
         """(p50, p99) of whole operations over all ranks, or None where there was none."""
-        name = f"{op}/total"
-        between = merge(self._grown(rank, name) for rank in self.now.ranks)
+        names = [f"{name}/total" for name in names_of(op)]
+        between = merge(self._grown(rank, name) for rank in self.now.ranks for name in names)
         return (quantile(between, 0.5), quantile(between, 0.99)) if any(between) else None
 
     def token_gap(self, q: float) -> float | None:

@@ -120,7 +120,7 @@ class Waiter {
 
   void charge(uint32_t peer, uint64_t ns) {
     if (wait_.wait_ns != nullptr) wait_.wait_ns[peer] += ns;
-    if (uint32_t(wait_.op) < kTimedOps) group_.statistics.peer_wait_ns[uint32_t(wait_.op)][peer].add(ns);
+    if (wait_.op != Op::kReset) group_.statistics.peer_wait_ns[timed(wait_.op, wait_.many)][peer].add(ns);
   }
 
   // Bits of the missing peers that are too late.

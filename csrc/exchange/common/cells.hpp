@@ -69,6 +69,7 @@ struct Wait {
   bool by_gateways = false;     // ranks of this host receive the data from other hosts
   uint32_t forming = 0;         // reset only: the generation, which alone an abort counts for
   uint64_t* wait_ns = nullptr;  // [rank] += how long this wait lasted for each
+  bool many = false;            // of an operation for many rows
 };
 
 struct Waited {

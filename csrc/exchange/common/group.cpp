@@ -109,7 +109,7 @@ Status await_leases(Group& group, uint64_t peers, uint32_t generation) {
 
 }  // namespace
 
-Status open_bank(Group& group, Op op) {
+Status open_bank(Group& group, Op op, bool many) {
   Banks& banks = group.of(op);
   const uint64_t epoch = banks.next();
   const uint32_t bank = group.bank_of(epoch), num_banks = group.geometry.num_banks;
@@ -131,7 +131,8 @@ Status open_bank(Group& group, Op op) {
                                            .stride = kLine,
                                            .peers = group.all(),
                                            .expected = uint32_t(epoch - num_banks),
-                                           .at_least = true});
+                                           .at_least = true,
+                                           .many = many});
     if (waited.status) return waited.status;
   }
   if (group.carrier != nullptr) {

@@ -145,7 +145,7 @@ void for_each_peer(uint64_t peers, uint32_t rank, uint32_t num_ranks, Fn&& fn) {
 
 // Waits until every receiver has read the bank that the next send of `op` uses. Returns kHook if this rank
 // has not read it. A send calls this itself; if a device fills the bank, call it before.
-Status open_bank(Group& group, Op op);
+Status open_bank(Group& group, Op op, bool many = false);
 
 // Marks an epoch as read here, and publishes to all senders up to which epoch banks are free.
 void consume(Group& group, Op op, uint64_t epoch);

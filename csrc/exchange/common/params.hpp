@@ -58,10 +58,10 @@ struct DispatchState {
   View view = View::kCompact;
   // source side
   uint32_t tokens = 0;
-  bool has_weights = false;
-  uint64_t sent_to = 0;        // bit per rank that was unmasked
-  std::vector<int32_t> ids;    // [T, K]
-  std::vector<float> weights;  // [T, K], empty without weights
+  bool has_weights = false, many = false;  // many: of an operation for many rows
+  uint64_t sent_to = 0;                    // bit per rank that was unmasked
+  std::vector<int32_t> ids;                // [T, K]
+  std::vector<float> weights;              // [T, K], empty without weights
   // receiving side
   uint64_t arrived = 0;
   std::array<uint8_t, kMaxRanks> gateways{};  // rank of this host whose region holds the rows of each source

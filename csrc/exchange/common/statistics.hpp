@@ -10,11 +10,19 @@
 #include <vector>
 
 #include "exchange/common/layout.hpp"
+#include "exchange/common/status.hpp"
 
 namespace ep {
 
 enum class Part : uint32_t { kSend, kWait, kExpand, kReduce, kTotal };
-constexpr uint32_t kNumParts = 5, kNumBuckets = 48, kTimedOps = 3;  // dispatch, combine, vote; 2^48 ns = 78 h
+constexpr uint32_t kNumParts = 5, kNumBuckets = 48;  // 2^48 ns = 78 h
+
+// Index of what is timed: dispatch, combine and vote, then dispatch and combine of many rows.
+constexpr uint32_t kTimedOps = 5, kFirstOfMany = 3;
+EP_HOST_DEVICE constexpr uint32_t timed(Op op, bool many) { return uint32_t(op) + (many ? kFirstOfMany : 0); }
+inline std::string timed_name(uint32_t index) {
+  return index < kFirstOfMany ? name(Op(index)) : std::string("normal_") + name(Op(index - kFirstOfMany));
+}
 
 // A number with a single writer: a plain add that a reader never sees half done.
 class Counter {
@@ -59,7 +67,7 @@ struct Statistics {
   std::vector<Counter> expert_tokens;          // [E_local] rows received
 
   explicit Statistics(size_t local_experts) : expert_tokens(local_experts) {}
-  Histogram& time(Op op, Part part) { return times[uint32_t(op)][uint32_t(part)]; }
+  Histogram& time(Op op, Part part, bool many = false) { return times[timed(op, many)][uint32_t(part)]; }
 };
 
 }  // namespace ep

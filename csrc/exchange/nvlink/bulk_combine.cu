@@ -242,6 +242,7 @@ __device__ __forceinline__ void sum_tokens(const Device& g, const BulkCombineArg
     return lane < ranks && token < a.tokens ? a.places[uint64_t(token) * ranks + lane] : -1;
   };
   int32_t next = find(first);
+  uint64_t waited = 0;  // for rank `lane`
 #pragma unroll 1
   for (uint32_t token = first; token < a.tokens; token += step) {
     const int32_t place = next;
@@ -249,11 +250,12 @@ __device__ __forceinline__ void sum_tokens(const Device& g, const BulkCombineArg
     bool here = true;
     if (place >= 0 && lane != g.rank)
       here = await_cell(g, g.own() + g.bulk.chunk_at(lane, uint32_t(place) / kChunkRows), o.operation,
-                        {Op::kCombine, Phase::kRecvReduce, lane, o.operation});
+                        {Op::kCombine, Phase::kRecvReduce, lane, o.operation}, waited);
     if (!__all_sync(kFull, here)) return;
     sum_token(g, a, token, row_from(g, a, place, lane, own, begin));
     if (a.out_weights != nullptr) sum_weights(g, a, own, token, place, begin);
   }
+  if (blockIdx.x == 0 && waited != 0) raise(g.state->bulk[uint32_t(Op::kCombine)].wait_ns[lane], waited);
 }
 
 __global__ void __launch_bounds__(kBulkCombineThreads, 1)
@@ -268,11 +270,14 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
   const uint32_t others = copying + 1, summing = blockDim.x / kWarp - others;
   if (o.alive && warp < copying && g.num_ranks > 1)
     return_rows(g, a, o, begins, warp, written);
-  else if (o.alive && warp == copying && g.num_ranks > 1)
+  else if (o.alive && warp == copying && g.num_ranks > 1) {
     publish_chunks(g, begins, written, o.operation);
-  else if (o.alive && warp > copying)
+    if (blockIdx.x == 0 && threadIdx.x % kWarp == 0) note_sent(g, Op::kCombine);
+  } else if (o.alive && warp > copying)
     sum_tokens(g, a, o, begins.at[g.rank], (warp - others) * gridDim.x + blockIdx.x, summing * gridDim.x);
   close_bulk(g, o);
+  if (threadIdx.x == 0 && o.alive) raise(g.state->bulk[uint32_t(Op::kCombine)].end_ns, clock_ns());
+  if (blockIdx.x == 0 && threadIdx.x == kWarp) flush_bulk_times(g, Op::kDispatch);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "exchange/nvlink/bulk.hpp"
+#include "exchange/nvlink/bulk_times.cuh"
 #include "exchange/nvlink/wait.cuh"
 
 namespace ep::cuda {
@@ -25,13 +26,14 @@ __device__ __forceinline__ bool keep_waiting(const Device& g, const BulkWait& w,
   return false;
 }
 
-// Waits until a cell has reached `least`. Returns false if the group failed.
+// Waits until a cell has reached `least`. Returns false if the group failed. waited += ns of the wait.
 __device__ __forceinline__ bool await_cell(const Device& g, const void* cell, uint64_t least,
-                                           const BulkWait& w) {
+                                           const BulkWait& w, uint64_t& waited) {
   uint64_t start = 0;
 #pragma unroll 1
   for (uint32_t spins = 0; load_acquire(cell) < least; ++spins)
     if (!keep_waiting(g, w, spins, start)) return false;
+  if (start != 0) waited += clock_ns() - start;
   return true;
 }
 
@@ -76,6 +78,7 @@ __device__ __forceinline__ void publish_target(const Device& g, const BulkTarget
 __device__ __forceinline__ void open_bulk(const Device& g, Op op, const BulkTarget* target, BulkOpened& o) {
   const uint32_t r = threadIdx.x;
   if (r == 0) {
+    if (blockIdx.x == 0) start_bulk_times(g, op);
     o.operation = (load_relaxed(&g.state->bulk_operations) >> kTicketShift) + 1;
     o.alive = !aborted(g);
     o.absent = g.state->control.absent;
@@ -116,9 +119,13 @@ __device__ __forceinline__ void close_bulk(const Device& g, const BulkOpened& o)
 
 // Block 0 calls it: waits until all ranks have written what they send to this one.
 __device__ __forceinline__ void await_done(const Device& g, Op op, const BulkOpened& o) {
+  if (threadIdx.x >= kWarp) return;
+  uint64_t waited = 0;
   if (threadIdx.x < g.num_ranks && !o.is_absent(threadIdx.x))
     await_cell(g, g.own() + g.bulk.done_at(threadIdx.x), o.operation << kTicketShift,
-               {op, Phase::kRecvHeader, threadIdx.x, o.operation});
+               {op, Phase::kRecvHeader, threadIdx.x, o.operation}, waited);
+  if (waited != 0) g.state->bulk[uint32_t(op)].wait_ns[threadIdx.x] += waited;
+  __syncwarp();
 }
 
 // The ring of a copying warp.

@@ -110,7 +110,13 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
   }
   if (o.alive && a.fill) fill_rest(g, a);
   close_bulk(g, o);
-  if (blockIdx.x == 0 && o.alive) await_done(g, Op::kDispatch, o);
+  if (blockIdx.x != 0 || !o.alive) return;
+  if (threadIdx.x == 0) note_sent(g, Op::kDispatch);
+  await_done(g, Op::kDispatch, o);
+  if (threadIdx.x == 0) {
+    BulkTimes& t = g.state->bulk[uint32_t(Op::kDispatch)];
+    t.arrived_ns = t.end_ns = clock_ns();
+  }
 }
 
 }  // namespace

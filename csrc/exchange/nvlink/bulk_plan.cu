@@ -40,16 +40,37 @@ __device__ __forceinline__ uint32_t number_rows(const Device& g, const BulkPlanA
   return total;
 }
 
+// Adds up what the operations of this plan will move. Thread = destination, which gets `rows`, `own` of them
+// from this rank.
+__device__ __forceinline__ void count_traffic(const Device& g, const BulkPlanArgs& a, uint32_t rows,
+                                              uint32_t own) {
+  Totals& t = g.state->totals;
+  const bool here = threadIdx.x == g.rank;
+  const uint64_t channels = uint64_t(g.hidden) * (g.scale_words == 0 ? sizeof(uint16_t) : 1);
+  const uint64_t choices = g.layout.top_k * (sizeof(int64_t) + sizeof(float));
+  const uint64_t row = channels + g.scale_words * sizeof(uint32_t) + choices;
+  const uint64_t sum = uint64_t(g.hidden) * sizeof(uint16_t);
+  add((here ? t.bulk_bytes_local : t.bulk_bytes)[uint32_t(Op::kDispatch)], own * row);
+  if (!here) return;
+  add(t.bulk_bytes[uint32_t(Op::kCombine)], (rows - own) * sum);
+  add(t.bulk_bytes_local[uint32_t(Op::kCombine)], own * sum);
+  add(t.bulk_rows, rows);
+  add(t.tokens, a.tokens);
+}
+
 // Sums what all ranks have sent, for this rank's caller.
 __device__ __forceinline__ void sum_counts(const Device& g, const BulkPlanArgs& a, const BulkOpened& o) {
   const uint32_t parity = o.operation & 1;
-  uint32_t rows = 0;
-  if (threadIdx.x < g.num_ranks)
+  uint32_t rows = 0, own = 0;
+  if (threadIdx.x < g.num_ranks) {
     for (uint32_t s = 0; s < g.num_ranks; ++s) {
-      if (!o.is_absent(s))
-        rows += peek4(g.own() + g.bulk.counts_at(parity, s) + threadIdx.x * sizeof(uint32_t));
-      a.prefix[s * g.num_ranks + threadIdx.x] = int32_t(rows);
+      const uint32_t more =
+          o.is_absent(s) ? 0 : peek4(g.own() + g.bulk.counts_at(parity, s) + threadIdx.x * sizeof(uint32_t));
+      if (s == g.rank) own = more;
+      a.prefix[s * g.num_ranks + threadIdx.x] = int32_t(rows += more);
     }
+    count_traffic(g, a, rows, own);
+  }
   if (a.report == nullptr) return;
   volatile BulkReport* report = a.report;
   if (threadIdx.x == g.rank) report->rows = rows;
@@ -81,6 +102,7 @@ __global__ void __launch_bounds__(kBulkPlanThreads, 1)
     put4(counts + e * sizeof(uint32_t), uint32_t(a.expert_tokens[to * a.local_experts + e]));
   close_bulk(g, o);
   if (blockIdx.x != 0 || !o.alive) return;
+  if (threadIdx.x == kWarp) flush_bulk_times(g, Op::kCombine);  // while the others wait
   await_done(g, Op::kDispatch, o);
   __syncthreads();
   if (!has_failed(g)) sum_counts(g, a, o);

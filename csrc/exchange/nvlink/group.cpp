@@ -29,6 +29,22 @@ void add_times(Totals& t, Slot slot, const Scratch& s) {
   });
 }
 
+// The same for an operation for many rows.
+void add_bulk_times(Totals& t, Op op, const BulkTimes& s) {
+  if (s.end_ns == 0) return;
+  const uint32_t kind = kind_of(op, true);
+  uint64_t longest = 0;
+  for (uint32_t peer = 0; peer < kMaxPeers; ++peer) {
+    longest = std::max(longest, s.wait_ns[peer]);
+    t.peer_wait_ns[kind][peer] += s.wait_ns[peer];
+    t.peer_wait_max_ns[kind][peer] = std::max(t.peer_wait_max_ns[kind][peer], s.wait_ns[peer]);
+  }
+  for_each_bulk_time(op, s, longest, [&](Part part, uint64_t ns) {
+    ++t.times[kind][uint32_t(part)][bucket_of(ns)];
+    t.sums[kind][uint32_t(part)] += ns;
+  });
+}
+
 }  // namespace
 
 Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& placement, const Options& options)
@@ -154,6 +170,7 @@ DeviceState Group::flushed(std::vector<uint64_t>* expert_tokens) {
   DeviceState state = snapshot(expert_tokens);
   for (uint32_t slot = 0; slot < kSlots; ++slot)
     for (const Scratch& s : state.scratch[slot]) add_times(state.totals, Slot(slot), s);
+  for (Op op : {Op::kDispatch, Op::kCombine}) add_bulk_times(state.totals, op, state.bulk[uint32_t(op)]);
   return state;
 }
 
@@ -182,6 +199,7 @@ void Group::reset(uint64_t base, uint64_t masked) {
   state.control.num_faults = before.num_faults;
   std::memset(state.published, 0, sizeof state.published);
   std::memset(state.scratch, 0, sizeof state.scratch);
+  std::memset(state.bulk, 0, sizeof state.bulk);
   std::memset(state.masked_since_ns, 0, sizeof state.masked_since_ns);
   const std::lock_guard lock(masking_);
   masked_by_host_ = uint32_t(masked);

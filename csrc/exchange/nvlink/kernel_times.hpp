@@ -37,4 +37,14 @@ EP_HOST_DEVICE inline void for_each_time(Slot slot, const KernelTimes& t, Record
   record(op, t.both ? Part::kTotal : rest, t.end_ns - t.start_ns);
 }
 
+// Calls record(part, ns) for each part of an operation for many rows. longest_ns: wait for a peer.
+template <class Record>
+EP_HOST_DEVICE inline void for_each_bulk_time(Op op, const BulkTimes& t, uint64_t longest_ns,
+                                              Record&& record) {
+  if (t.sent_ns != 0) record(Part::kSend, t.sent_ns - t.start_ns);
+  record(Part::kWait, longest_ns);
+  if (op == Op::kDispatch && t.end_ns > t.arrived_ns) record(Part::kExpand, t.end_ns - t.arrived_ns);
+  record(Part::kTotal, t.end_ns - t.start_ns);
+}
+
 }  // namespace ep::cuda

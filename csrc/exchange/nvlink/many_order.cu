@@ -1,5 +1,6 @@
 // Sorts received rows by expert: first by block, then all blocks together. The order is that of the rows, so
 // it never depends on timing. If the group has failed, rows may hold anything: no index leaves its array.
+#include "exchange/nvlink/bulk_times.cuh"
 #include "exchange/nvlink/many_rows.hpp"
 #include "exchange/nvlink/wait.cuh"
 
@@ -92,6 +93,8 @@ __global__ void __launch_bounds__(kThreads)
       ++place;
     }
   }
+  __syncthreads();
+  if (threadIdx.x == 0 && !has_failed(g)) raise(g.state->bulk[uint32_t(Op::kDispatch)].end_ns, clock_ns());
 }
 
 }  // namespace

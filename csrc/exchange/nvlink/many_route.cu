@@ -1,5 +1,6 @@
 // Which ranks every token goes to, its choices as their owners number them, and for FP8 its row as it
 // travels.
+#include "exchange/nvlink/bulk_times.cuh"
 #include "exchange/nvlink/many_rows.hpp"
 #include "exchange/nvlink/row.cuh"
 #include "exchange/nvlink/wait.cuh"
@@ -45,6 +46,7 @@ __device__ __forceinline__ void quantise(const Device& g, const ManyRouteArgs& a
 __global__ void __launch_bounds__(kThreads)
     many_route_kernel(const __grid_constant__ Device g, const __grid_constant__ ManyRouteArgs a) {
   const uint32_t warp = threadIdx.x / kWarp, warps = kThreads / kWarp;
+  if (blockIdx.x == 0 && threadIdx.x == 0) start_bulk_times(g, Op::kDispatch);
   if (a.codes == nullptr) {
     for (uint32_t t = blockIdx.x * warps + warp; t < a.tokens; t += gridDim.x * warps) route(g, a, t);
     return;

@@ -1,4 +1,5 @@
 // The rows that a rank returns: for each received row the weighted sum of its experts' outputs.
+#include "exchange/nvlink/bulk_times.cuh"
 #include "exchange/nvlink/many_rows.hpp"
 #include "exchange/nvlink/wait.cuh"
 #include "exchange/nvlink/weighted_sum.cuh"
@@ -31,6 +32,7 @@ __global__ void __launch_bounds__(kThreads)
     many_sum_kernel(const __grid_constant__ Device g, const __grid_constant__ ManySumArgs a) {
   const uint32_t rows = min(uint32_t(a.prefix[(g.num_ranks - 1) * g.num_ranks + g.rank]), a.rows);
   const uint32_t warps = kMaxWarps * gridDim.x;
+  if (blockIdx.x == 0 && threadIdx.x == 0) start_bulk_times(g, Op::kCombine);
   Terms terms = own_terms();
 #pragma unroll 1
   for (uint32_t row = blockIdx.x * kMaxWarps + threadIdx.x / kWarp; row < rows; row += warps)

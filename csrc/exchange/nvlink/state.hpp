@@ -55,11 +55,26 @@ struct alignas(64) Scratch {
   uint64_t wait_ns[kMaxPeers];
 };
 
+// Times of an operation for many rows, a sequence of kernels. A kernel of the next operation adds them to the
+// totals. Written by block 0, `end_ns` by others too.
+struct alignas(64) BulkTimes {
+  uint64_t start_ns;    // 0 = none
+  uint64_t sent_ns;     // rows are on their way; earlier by what was waited until then
+  uint64_t arrived_ns;  // dispatch: all rows are here
+  uint64_t end_ns;      // 0 = it runs
+  uint64_t wait_ns[kMaxPeers];
+};
+
+// By operation: dispatch and combine, then the same for many rows.
+constexpr uint32_t kKinds = 2 * kBankedOps;
+EP_HOST_DEVICE constexpr uint32_t kind_of(Op op, bool many) { return uint32_t(op) + (many ? kBankedOps : 0); }
+
 struct Totals {
-  uint64_t times[kBankedOps][kNumParts][kNumBuckets];
-  uint64_t sums[kBankedOps][kNumParts];
-  uint64_t peer_wait_ns[kBankedOps][kMaxPeers], peer_wait_max_ns[kBankedOps][kMaxPeers];
+  uint64_t times[kKinds][kNumParts][kNumBuckets];
+  uint64_t sums[kKinds][kNumParts];
+  uint64_t peer_wait_ns[kKinds][kMaxPeers], peer_wait_max_ns[kKinds][kMaxPeers];
   uint64_t tokens, timeouts;
+  uint64_t bulk_rows, bulk_bytes[kBankedOps], bulk_bytes_local[kBankedOps];  // of many rows, as in Tally
 };
 
 // Faults injected by tests. csrc/exchange/common/faults.hpp explains them.
@@ -81,6 +96,7 @@ struct DeviceState {
   uint64_t arrivals[kMaxBanks];  // of dispatches: epoch << kMaxPeers | bits of the ranks whose header counts
   uint64_t masked_since_ns[kMaxPeers];  // when a receive first saw the mask; 0 = never
   uint64_t bulk_operations;             // ticket of the kernels in bulk.hpp
+  BulkTimes bulk[kBankedOps];
   Totals totals;
   DeviceFault faults[kMaxFaults];
 };

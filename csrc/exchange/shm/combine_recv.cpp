@@ -51,7 +51,8 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
                                          .stride = kLine,
                                          .peers = group.all(),
                                          .expected = uint32_t(state.epoch),
-                                         .wait_ns = state.wait_ns.data()});
+                                         .wait_ns = state.wait_ns.data(),
+                                         .many = state.dispatch->many});
   if (waited.status) return waited.status;
   const uint64_t arrived_at = now_ns();
   uint64_t returned = waited.arrived & state.dispatch->sent_to;
@@ -76,9 +77,12 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
   state.bank_held = true;
   if (!group.rows_on_device) combine_release(group, state);
   const uint64_t end = now_ns();
-  group.statistics.time(Op::kCombine, Part::kWait).record(arrived_at - start);
-  group.statistics.time(Op::kCombine, Part::kReduce).record(end - arrived_at);
-  group.statistics.time(Op::kCombine, Part::kTotal).record(state.send_ns + end - start);
+  const auto time = [&](Part part) -> Histogram& {
+    return group.statistics.time(Op::kCombine, part, state.dispatch->many);
+  };
+  time(Part::kWait).record(arrived_at - start);
+  time(Part::kReduce).record(end - arrived_at);
+  time(Part::kTotal).record(state.send_ns + end - start);
   return {};
 }
 

@@ -102,7 +102,7 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
   }
 
   // 2. Wait for a bank that every source has read.
-  if (Status failed = open_bank(group, Op::kCombine)) return failed;
+  if (Status failed = open_bank(group, Op::kCombine, dispatch.many)) return failed;
   state.epoch = banks.next();
   state.bank = group.bank_of(state.epoch);
   banks.start(state.bank);
@@ -132,9 +132,9 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
   // 4. An in-place view has been read: give its bank back to the senders.
   dispatch_release(group, dispatch);
   state.send_ns = now_ns() - start;
-  group.statistics.time(Op::kCombine, Part::kSend).record(state.send_ns);
-  group.statistics.bytes[uint32_t(Op::kCombine)].add(remote);
-  group.statistics.bytes_local[uint32_t(Op::kCombine)].add(local);
+  group.statistics.time(Op::kCombine, Part::kSend, dispatch.many).record(state.send_ns);
+  group.statistics.bytes[timed(Op::kCombine, dispatch.many)].add(remote);
+  group.statistics.bytes_local[timed(Op::kCombine, dispatch.many)].add(local);
   return {};
 }
 

@@ -106,7 +106,8 @@ Status dispatch_wait(Group& group, DispatchState& state) {
                                          .peers = group.all(),
                                          .expected = uint32_t(state.epoch),
                                          .by_gateways = true,
-                                         .wait_ns = state.wait_ns.data()});
+                                         .wait_ns = state.wait_ns.data(),
+                                         .many = state.many});
   if (waited.status) return waited.status;
   const uint64_t arrived = now_ns();
 
@@ -145,7 +146,7 @@ Status dispatch_wait(Group& group, DispatchState& state) {
   number_entries(group, state);
   group.statistics.rows.add(state.runs.size());
   for (uint32_t e = 0; e < group.local_experts; ++e) group.statistics.expert_tokens[e].add(state.counts[e]);
-  group.statistics.time(Op::kDispatch, Part::kWait).record(arrived - start);
+  group.statistics.time(Op::kDispatch, Part::kWait, state.many).record(arrived - start);
   state.recv_ns = now_ns() - start;
   return {};
 }
@@ -186,8 +187,11 @@ void dispatch_expand(Group& group, DispatchState& state, const ExpandParams& par
   state.bank_held = true;
   if (params.view != View::kIndex) dispatch_release(group, state);
   const uint64_t expand_ns = now_ns() - start;
-  group.statistics.time(Op::kDispatch, Part::kExpand).record(expand_ns);
-  group.statistics.time(Op::kDispatch, Part::kTotal).record(state.send_ns + state.recv_ns + expand_ns);
+  const auto time = [&](Part part) -> Histogram& {
+    return group.statistics.time(Op::kDispatch, part, state.many);
+  };
+  time(Part::kExpand).record(expand_ns);
+  time(Part::kTotal).record(state.send_ns + state.recv_ns + expand_ns);
 }
 
 void dispatch_release(Group& group, DispatchState& state) {

@@ -76,10 +76,11 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   read_ids(group, params, state);
   state.tokens = params.tokens;
   state.has_weights = params.weights != nullptr;
+  state.many = params.once_per_host;
   if (state.has_weights) state.weights.assign(params.weights, params.weights + size_t(params.tokens) * top_k);
 
   // 2. Wait for a bank that every receiver has read.
-  if (Status failed = open_bank(group, Op::kDispatch)) return failed;
+  if (Status failed = open_bank(group, Op::kDispatch, state.many)) return failed;
   state.epoch = banks.next();
   state.bank = group.bank_of(state.epoch);
   banks.start(state.bank);
@@ -127,9 +128,9 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   });
 
   state.send_ns = now_ns() - start;
-  group.statistics.time(Op::kDispatch, Part::kSend).record(state.send_ns);
-  group.statistics.bytes[uint32_t(Op::kDispatch)].add(remote);
-  group.statistics.bytes_local[uint32_t(Op::kDispatch)].add(local);
+  group.statistics.time(Op::kDispatch, Part::kSend, state.many).record(state.send_ns);
+  group.statistics.bytes[timed(Op::kDispatch, state.many)].add(remote);
+  group.statistics.bytes_local[timed(Op::kDispatch, state.many)].add(local);
   group.statistics.tokens.add(params.tokens);
   return {};
 }

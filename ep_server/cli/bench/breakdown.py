@@ -12,6 +12,7 @@ from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.sizes import Dtype, cache_dtype, kv_block_bytes
 from ep_server.models.timers import MOE_PHASES
+from ep_server.observability.intervals import names_of
 from ep_server.observability.quantiles import NANO
 from ep_server.records import RankStatistics
 
@@ -222,9 +223,9 @@ def bounds(spec: ModelSpec, dtype: Dtype, steps: Steps, context: float, rates: R
         "sample": head,
     }
     least = {name: number / rates.memory for name, number in read.items()}
-    for name in ("dispatch", "combine"):
-        if steps.sent.get(name):
-            least[name] = steps.sent[name] / rates.link
+    for op in ("dispatch", "combine"):
+        if sent := sum(steps.sent.get(name, 0.0) for name in names_of(op)):
+            least[op] = sent / rates.link
     return least
 
 

@@ -182,6 +182,31 @@ def test_statistics_count_every_operation_row_and_byte() -> None:
         }
 
 
+def measured_many(exchange: HostExchange, rounds: int) -> dict[str, object]:
+    assert exchange.normal is not None
+    return measured(exchange.normal, rounds)
+
+
+def test_operations_of_many_rows_are_counted_apart() -> None:
+    """A row is written once, in its sender's own memory."""
+    fields = {"placement": (0, 1, 1, 0), "max_tokens": MAX_TOKENS, "hidden": HIDDEN, "top_k": TOP_K}
+    for rank, measurements in enumerate(run_ranks(measured_many, 2, fields, 30, args=(7,))):
+        statistics = RankStatistics(rank=rank, **measurements)
+        parts = {
+            "dispatch": ("send", "wait", "expand", "total"),
+            "combine": ("send", "wait", "reduce", "total"),
+        }
+        for op, each in parts.items():
+            assert all(sum(statistics.histograms[f"normal_{op}/{part}"]) == 7 for part in each)
+            assert f"{op}/total" not in statistics.histograms
+        counters, row, routing = statistics.counters, HIDDEN * 2, TOP_K * 8
+        assert counters["bytes/normal_dispatch"] == 0
+        assert counters["bytes_local/normal_dispatch"] == 7 * (2 + rank) * (row + routing)
+        assert counters["bytes/normal_combine"] == 7 * (3 - rank) * row
+        assert counters["exchange_tokens"] == 7 * (2 + rank) and counters["exchange_rows"] == 7 * 5
+        assert ("normal_dispatch", 1 - rank) in statistics.peer_wait_ns
+
+
 def mapped(exchange: HostExchange) -> tuple[list[list[int]], list[list[int]]]:
     ids = torch.tensor([[0, 3, -1], [3, -1, -1], [1, 2, 0]])
     x = torch.ones(3, HIDDEN, dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -80,6 +81,43 @@ def turns(group: dist.ProcessGroup) -> None:
     with pytest.raises(InvalidArgument, match="handle"):
         few.combine_send(out, received)
     few.normal.combine_send(out, received).recv()
+    close_exchange(few)
+
+
+def measurements(group: dist.ProcessGroup) -> None:
+    """Every part, row and byte of operations for many rows, and waits for a rank that is late."""
+    few, operations, late_seconds = open_exchange(group, spec_of(group, "odd"), many=True), 3, 0.5
+    spec, rank, last = few.spec, group.rank(), group.size() - 1
+    many = on_normal(few)
+    for _ in range(operations):
+        if rank == last:
+            time.sleep(late_seconds)
+        run_pair(many, "uniform", 4, View.INDEX)  # type: ignore[arg-type]
+    few.synchronize()
+    found = few.statistics()
+    measured = {"dispatch": ("send", "wait", "expand", "total"), "combine": ("send", "wait", "total")}
+    for op, parts in measured.items():
+        for part in parts:
+            assert sum(found["histograms"][f"normal_{op}/{part}"]) == operations, (op, part)
+        sums = {part: found["sums"][f"normal_{op}/{part}"] for part in parts}
+        assert max(sums.values()) == sums["total"] > 0, sums
+        assert f"{op}/total" not in found["histograms"]
+    waited = found["peer_wait_ns"]["normal_dispatch", last]
+    assert rank == last or waited > late_seconds / 2 * 1e9, found["peer_wait_ns"]
+    inputs, sizes = make_inputs(spec, "uniform", 4), (2 * spec.hidden, 12 * spec.top_k)
+    owners = torch.tensor(spec.placement)
+    goes = [  # rows of each rank for each rank
+        [int(((owners[each.ids] == r) & (each.ids >= 0)).any(1).sum()) for r in range(last + 1)]
+        for each in inputs
+    ]
+    sent = sum(goes[rank]) - goes[rank][rank]
+    received = sum(row[rank] for row in goes)
+    counters = found["counters"]
+    assert counters["bytes/normal_dispatch"] == operations * sent * sum(sizes)
+    assert counters["bytes_local/normal_dispatch"] == operations * goes[rank][rank] * sum(sizes)
+    assert counters["bytes/normal_combine"] == operations * (received - goes[rank][rank]) * sizes[0]
+    assert counters["exchange_rows"] == operations * received
+    assert counters["exchange_tokens"] == operations * len(inputs[rank].x)
     close_exchange(few)
 
 

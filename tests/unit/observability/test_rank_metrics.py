@@ -42,7 +42,7 @@ def test_histograms_are_cumulative_and_in_seconds(collector: RankCollector, scra
     collector.update(statistics)
     found = scrape()
     buckets = statistics.histograms["dispatch/wait"]
-    labels = {"rank": "1", "op": "dispatch", "part": "wait"}
+    labels = {"rank": "1", "op": "dispatch", "mode": "low_latency", "part": "wait"}
     for exponent in range(10, 35):
         edge = repr(2**exponent / 1e9)
         at_edge = value(found, "epserver_comm_latency_seconds_bucket", le=edge, **labels)
@@ -72,7 +72,32 @@ def test_each_kind_of_histogram_has_its_family(collector: RankCollector, scrape:
     for phase in ("attention", "device", "total"):
         assert value(found, "epserver_step_seconds_count", rank="0", phase=phase) == 10
     assert value(found, "epserver_request_queue_seconds_count", rank="0") == 10
-    assert value(found, "epserver_comm_latency_seconds_count", rank="0", op="vote", part="total") == 10
+    vote = {"op": "vote", "mode": "", "part": "total"}
+    assert value(found, "epserver_comm_latency_seconds_count", rank="0", **vote) == 10
+
+
+def test_operations_of_many_rows_have_their_mode(collector: RankCollector, scrape: Scrape) -> None:
+    """Also in what is computed from them."""
+    sums = {"normal_dispatch/wait": 30, "normal_dispatch/send": 10, "normal_dispatch/total": 130}
+    collector.update(
+        RankStatistics(
+            0,
+            RankLoad(steps=1),
+            histograms={"normal_dispatch/total": bucketed([1000, 3000]), "dispatch/total": bucketed([1000])},
+            sums=sums,
+            counters={"bytes/normal_combine": 7, "bytes/combine": 5},
+            peer_wait_ns={("normal_dispatch", 1): 2000},
+        )
+    )
+    found, rank = scrape(), {"rank": "0", "op": "dispatch"}
+    name = "epserver_comm_latency_seconds_count"
+    assert value(found, name, mode="normal", part="total", **rank) == 2
+    assert value(found, name, mode="low_latency", part="total", **rank) == 1
+    assert value(found, "epserver_comm_bytes_total", rank="0", op="combine", mode="normal") == 7
+    assert value(found, "epserver_comm_bytes_total", rank="0", op="combine", mode="low_latency") == 5
+    waits = value(found, "epserver_comm_peer_wait_seconds_total", peer="1", mode="normal", **rank)
+    assert waits == pytest.approx(2e-6)
+    assert value(found, "epserver_overlap_ratio", rank="0") == pytest.approx(90 / 120)
 
 
 def test_histograms_that_counted_nothing_are_left_out(collector: RankCollector, scrape: Scrape) -> None:
@@ -95,8 +120,8 @@ def test_counters_and_gauges_of_a_rank(collector: RankCollector, scrape: Scrape)
     assert value(found, "epserver_padded_tokens_total", rank="1") == 12
     assert value(found, "epserver_graph_steps_total", rank="0") == 12
     assert value(found, "epserver_kernels_compiled_total", rank="1") == 24
-    assert value(found, "epserver_comm_bytes_total", rank="1", op="combine") == 12_000
-    assert value(found, "epserver_comm_bytes_total", rank="0", op="dispatch") == 12_000
+    assert value(found, "epserver_comm_bytes_total", rank="1", op="combine", mode="low_latency") == 12_000
+    assert value(found, "epserver_comm_bytes_total", rank="0", op="dispatch", mode="low_latency") == 12_000
     assert value(found, "epserver_prefix_cache_queries_total", rank="0") == 84
     assert value(found, "epserver_prefix_cache_hits_total", rank="0") == 24
     assert value(found, "epserver_preemptions_total", rank="1") == 6

@@ -71,7 +71,7 @@ def test_many_rows_of_steps(num_ranks: int) -> None:
     assert not found, "\n".join(found[:5])
 
 
-@pytest.mark.parametrize("program", ["turns", "refused", "replayed"])
+@pytest.mark.parametrize("program", ["turns", "refused", "replayed", "measurements"])
 def test_many_and_few_rows(program: str) -> None:
     run(f"gpu_many.{program}", 2)
 
