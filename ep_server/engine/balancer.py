@@ -20,7 +20,7 @@ from ep_server.engine.observer import EngineObserver
 from ep_server.engine.rank_orders import RankOrders
 from ep_server.errors import EpServerError, Unavailable
 from ep_server.orders import CountExperts, DropChange, PreparePlacement, SwitchChange
-from ep_server.ranks.protocol import GroupState
+from ep_server.ranks.protocol import THREAD_TURN_SECONDS, GroupState
 from ep_server.scheduler.balance import BalanceLimits, Plan, imbalance, plan_balance
 from ep_server.scheduler.placement import Placement
 
@@ -30,7 +30,6 @@ COUNT_SECONDS, PREPARE_SECONDS, SWITCH_SECONDS, DROP_SECONDS = 30.0, 600.0, 60.0
 KEPT = 0.5  # of the rows counted before, in those that the next plan sees
 
 Rows = list[list[float]]  # by layer, by expert
-TURN_SECONDS = 0.0002  # that a plan computes before another thread, which may have tokens to deliver, goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ class Balancer:
 def _plan(rows: Rows, placement: Placement, live: tuple[int, ...], limits: BalanceLimits) -> Plan:
     """plan_balance() in a thread beside the event loop, which hardly waits for it."""
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_SECONDS)
+    sys.setswitchinterval(THREAD_TURN_SECONDS)
     try:
         return plan_balance(rows, placement, live, limits)
     finally:

@@ -22,6 +22,7 @@ from ep_server.config import Config
 from ep_server.errors import EpServerError, InternalError, StartupError
 from ep_server.ranks.channel import ChannelClosed, RankChannel
 from ep_server.ranks.messages import fatal_message, one_line, ready_message
+from ep_server.ranks.protocol import THREAD_TURN_SECONDS
 from ep_server.ranks.standby import receive
 from ep_server.ranks.worker import RankWorker
 from ep_server.v1 import rank_pb2 as pb
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 
 LAST_MESSAGE_SECONDS = 2.0  # to send the last message
 PR_SET_PDEATHSIG = 1
-TURN_SECONDS = 0.0002  # of a thread that prepares a change, before the loop, which runs steps, goes on
 
 Choose: TypeAlias = "Callable[[pb.Start, Config], Device]"
 
@@ -132,7 +132,7 @@ def main(choose: Choose | None = None) -> int:
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()
     die_with(options.parent)
-    sys.setswitchinterval(TURN_SECONDS)
+    sys.setswitchinterval(THREAD_TURN_SECONDS)
     logging.basicConfig(format=f"rank {options.rank}: %(levelname)s %(message)s")
     channel = RankChannel(socket.socket(fileno=options.channel))
     try:

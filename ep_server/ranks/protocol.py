@@ -19,6 +19,10 @@ from ep_server.records import (
 )
 from ep_server.scheduler.placement import Placement
 
+# What a thread computes before another one goes on, where one prepares something beside a loop: it publishes
+# tokens (the server's), or runs steps (a rank's).
+THREAD_TURN_SECONDS = 0.0002
+
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
