@@ -5,6 +5,9 @@ Written by `make stubs` from the built module.
 
 from collections.abc import Sequence
 
+BULK_UNIT: int
+BULK_MAX_ROWS: int
+BULK_MAX_LOCAL_EXPERTS: int
 MAX_RANKS: int
 MAX_TOP_K: int
 MAX_BANKS: int
@@ -338,6 +341,18 @@ class Compute:
         out: int,
     ) -> None: ...
 
+def device_region(geometry: Geometry, heap_bytes: int = 0) -> int:
+    """Size of a rank's region on a GPU."""
+
+def bulk_block(
+    *,
+    rows: int,
+    row_bytes: int,
+    scale_words: int = 0,
+    top_k: int = 0,
+    with_ids: bool = False,
+    with_sources: bool = False,
+) -> tuple[int, int, int, int, int]: ...
 def create_segment(geometry: Geometry) -> int: ...
 def row_kernels() -> list[RowKernels]: ...
 def fabric_providers(options: FabricOptions) -> list[tuple[str, str, str, str]]:

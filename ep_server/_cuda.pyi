@@ -5,9 +5,6 @@ Written by `make stubs` from the built module.
 
 from collections.abc import Sequence
 
-BULK_UNIT: int
-BULK_MAX_ROWS: int
-BULK_MAX_LOCAL_EXPERTS: int
 MAX_RANKS: int
 BAD_IDS: int
 CAPACITY: int
@@ -397,13 +394,4 @@ class Linear:
         lets_next_start: bool,
     ) -> None: ...
 
-def bulk_block(
-    *,
-    rows: int,
-    row_bytes: int,
-    scale_words: int = 0,
-    top_k: int = 0,
-    with_ids: bool = False,
-    with_sources: bool = False,
-) -> tuple[int, int, int, int, int]: ...
 def order_blocks(rows: int) -> int: ...

@@ -56,6 +56,14 @@ std::vector<RegionTuple> regions(const Layout& l) {
   return all;
 }
 
+// Offsets of scales, ids, weights and token numbers in a block of a heap, and its size.
+std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t> bulk_block(uint64_t rows, uint64_t row_bytes,
+                                                                        uint32_t scale_words, uint32_t top_k,
+                                                                        bool with_ids, bool with_sources) {
+  const BulkBlock b = BulkBlock::of(rows, row_bytes, scale_words, top_k, with_ids, with_sources);
+  return {b.scales, b.ids, b.weights, b.sources, b.total};
+}
+
 }  // namespace
 
 void bind_layout(py::module_& m) {
@@ -107,6 +115,19 @@ void bind_layout(py::module_& m) {
       .def("choice_at", &Layout::choice_at, py::arg("bank"), py::arg("expert_rank"), py::arg("token"),
            py::arg("k"))
       .def("regions", &regions);
+
+  m.def(
+      "device_region",
+      [](const Geometry& g, uint64_t heap_bytes) {
+        return BulkLayout::of(DeviceLayout::of(g).total, heap_bytes).total;
+      },
+      py::arg("geometry"), py::arg("heap_bytes") = 0, "Size of a rank's region on a GPU.");
+  m.def("bulk_block", &bulk_block, py::kw_only(), py::arg("rows"), py::arg("row_bytes"),
+        py::arg("scale_words") = 0, py::arg("top_k") = 0, py::arg("with_ids") = false,
+        py::arg("with_sources") = false);
+  m.attr("BULK_UNIT") = BulkLayout::kUnit;
+  m.attr("BULK_MAX_ROWS") = BulkLayout::kMaxRows;
+  m.attr("BULK_MAX_LOCAL_EXPERTS") = BulkLayout::kMaxLocalExperts;
 
   py::class_<shm::Segment, std::shared_ptr<shm::Segment>>(m, "Segment", "A mapped group segment.")
       .def(py::init<int>(), py::arg("fd"))

@@ -150,14 +150,6 @@ uint64_t bulk_operations(Group& group) {
   return group.snapshot(&unused).bulk_operations >> cuda::kTicketShift;
 }
 
-// Offsets of scales, ids, weights and token numbers in a block of a heap, and its size.
-std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t> bulk_block(uint64_t rows, uint64_t row_bytes,
-                                                                        uint32_t scale_words, uint32_t top_k,
-                                                                        bool with_ids, bool with_sources) {
-  const BulkBlock b = BulkBlock::of(rows, row_bytes, scale_words, top_k, with_ids, with_sources);
-  return {b.scales, b.ids, b.weights, b.sources, b.total};
-}
-
 // See delay.hpp. op: 0 = dispatch, 1 = combine.
 void delay(Group& group, uintptr_t stream, uint32_t op, uint32_t halves, bool next_reads_ahead,
            uintptr_t handle) {
@@ -305,12 +297,6 @@ void bind_bulk(py::module_& m) {
            py::arg("second_bias") = 0, py::arg("places"), py::arg("prefix"), py::arg("out"),
            py::arg("out_weights") = 0, py::arg("offset"), py::arg("capacity"), py::arg("tokens"),
            py::arg("row_bytes"), py::arg("top_k") = 0);
-  m.def("bulk_block", &bulk_block, py::kw_only(), py::arg("rows"), py::arg("row_bytes"),
-        py::arg("scale_words") = 0, py::arg("top_k") = 0, py::arg("with_ids") = false,
-        py::arg("with_sources") = false);
-  m.attr("BULK_UNIT") = BulkLayout::kUnit;
-  m.attr("BULK_MAX_ROWS") = BulkLayout::kMaxRows;
-  m.attr("BULK_MAX_LOCAL_EXPERTS") = BulkLayout::kMaxLocalExperts;
 }
 
 }  // namespace

@@ -14,12 +14,11 @@ from ep_server.cli import options
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.exchange.segment import available_memory
-from ep_server.exchange.spec import group_bytes
 from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.footprint import stay_fp8
 from ep_server.models.inspect import Inspection, inspect_checkpoint, inspect_config
 from ep_server.models.sizes import context_limit
-from ep_server.ranks.group import GroupPlan, plan_group
+from ep_server.ranks.group import GroupPlan, exchange_bytes, gpu_exchange, plan_group
 from ep_server.ranks.sizing import Machine, Sizing, Workload, fewest_ranks, size
 from ep_server.scheduler.placement import place_experts
 
@@ -121,6 +120,11 @@ def command(
     console.print(group.spares.described(config.parallel.ranks), markup=False, highlight=False)
     if group.shadow is not None:
         console.print(group.shadow.described(), markup=False, highlight=False)
+    on_gpu = gpu_exchange(config, group.exchange) if config.parallel.device == "cuda" else None
+    if on_gpu is not None and on_gpu.heap:
+        parts = f"{_bytes(on_gpu.heap)} of each rank's exchange are for steps with many rows"
+        during = f"such a step takes another {_bytes(on_gpu.step)} for a time"
+        console.print(f"{parts} (exchange.mode); {during}", markup=False, highlight=False)
 
 
 def _facts(found: Inspection) -> Table:
@@ -160,7 +164,8 @@ def _placement(found: Inspection, config: Config, plan: GroupPlan) -> Table:
     owners = place_experts(found.spec.router.num_experts, ranks)
     kv_tokens = plan.kv_blocks * config.scheduler.block_size
     kv = kv_tokens * found.kv_bytes_per_token / MIB
-    exchange = group_bytes(plan.exchange) / ranks / MIB
+    on_cpu = config.parallel.device == "cpu"
+    exchange = exchange_bytes(config, plan.exchange, packed=on_cpu) / ranks / MIB
     table = Table(title=f"On {ranks} ranks of this host, MiB")
     for name in ("rank", "experts of each layer", "weights", f"KV cache ({kv_tokens:,} tokens)", "exchange"):
         table.add_column(name, justify="left" if name.startswith(("rank", "experts")) else "right")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ep_server.exchange.bulk import BulkExchange
     from ep_server.exchange.fabric.device_rows import DeviceRows
     from ep_server.exchange.host import HostExchange, HostGroup
+    from ep_server.exchange.nvlink.sizes import DeviceMemory
 
 
 class Transport(Enum):
@@ -77,6 +78,18 @@ def replaces_ranks(topology: Topology, spec: ExchangeSpec) -> bool:
 def needs_cuda_build(topology: Topology, spec: ExchangeSpec) -> bool:
     """Whether this package must have been built with CUDA."""
     return transport_of(topology, spec) in (Transport.NVLINK, Transport.HIERARCHICAL)
+
+
+def device_memory(topology: Topology, spec: ExchangeSpec, *, many: bool) -> DeviceMemory | None:
+    """Memory that the exchange takes of a rank's GPU; None where that is not known before it is open.
+
+    many: see Opening. Raises: ConfigError.
+    """
+    if transport_of(topology, spec) is not Transport.NVLINK:
+        return None
+    from ep_server.exchange.nvlink.sizes import device_memory
+
+    return device_memory(spec, many=many)
 
 
 Connect = Callable[[EndpointAddress, float], tuple[list[EndpointAddress], int]]

@@ -28,7 +28,14 @@ from ep_server.models.compute import Compute
 from ep_server.models.families import read_spec
 from ep_server.models.sizes import context_limit
 from ep_server.ranks.exchanges import Opening, open_exchange
-from ep_server.ranks.group import host_blocks, local_ranks, topology_of, useful_blocks, weight_bytes
+from ep_server.ranks.group import (
+    gpu_exchange,
+    host_blocks,
+    local_ranks,
+    topology_of,
+    useful_blocks,
+    weight_bytes,
+)
 from ep_server.ranks.modes import ALWAYS, NEVER, ExchangeModes, TimePair, measure
 from ep_server.ranks.overlap import FixedOverlap, MeasuredOverlap, Overlap
 from ep_server.ranks.parts import Built, Device, Progress
@@ -106,7 +113,8 @@ class CudaDevice:
         if needs_cuda_build(topology_of(self._config, spec), spec):
             require_native("parallel.device = cuda: the exchange over NVLink")
         held = weight_bytes(self._config, read_spec(self._config.model.path), spec, packed=False)
-        Room.on(self.device).check_weights(held[spec.rank])
+        beside = gpu_exchange(self._config, spec)
+        Room.on(self.device).check_weights(held[spec.rank], 0 if beside is None else beside.held)
         self._exchange = open_exchange(self._start, self._config, spec, opening, self.device)
         return self._exchange
 
@@ -117,7 +125,7 @@ class CudaDevice:
         from ep_server.backends.gpu.kv_rows import GpuRows
         from ep_server.backends.gpu.memory import room_for_steps
 
-        scheduler = self._config.scheduler
+        scheduler, beside = self._config.scheduler, gpu_exchange(self._config, exchange.spec)
         longest = context_limit(model.spec, self._config.model.max_context)
         plan = GpuPlan(
             kv_blocks=scheduler.kv_blocks,
@@ -130,6 +138,7 @@ class CudaDevice:
             overlap=overlap_mode(self._config, exchange.spec.num_ranks),
             timed_every=self._config.metrics.device_phases,
             layer_progress=self._config.handoff.sends,
+            step_bytes=0 if exchange.normal is None or beside is None else beside.step,
         )
         chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         blocks = kv_blocks_on(self.device, model, plan)

@@ -7,13 +7,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ep_server.config import Config
+from ep_server.config import Config, FabricConfig
+from ep_server.errors import ConfigError
 from ep_server.exchange import factory
 from ep_server.exchange.api import Abortable, Exchange, ExchangeSpec
-from ep_server.exchange.fabric.settings import EndpointAddress
+from ep_server.exchange.fabric.settings import EndpointAddress, FabricOptions, traffic_class
 from ep_server.exchange.spec import Waiting
 from ep_server.exchange.validate import CPU
-from ep_server.ranks.group import fabric_options, local_ranks, spin_budget, topology_of, usable_cores
+from ep_server.ranks.group import (
+    local_ranks,
+    many_rows,
+    spin_budget,
+    topology_of,
+    usable_cores,
+)
 from ep_server.v1 import rank_pb2 as pb
 
 Meet = Callable[[pb.Introduction, float], pb.Connect]
@@ -57,7 +64,7 @@ def open_exchange(
         device_memory=config.exchange.device_memory,
         joins=start.joins,
         absent=frozenset(range(spec.num_ranks)) - live,
-        many=config.exchange.mode != "low_latency",
+        many=many_rows(config),
     )
     topology = replace(topology_of(config, spec), gpus=device.type == "cuda")
     return factory.open_exchange(topology, spec, device, resources)
@@ -79,3 +86,33 @@ def _introduction(address: EndpointAddress) -> pb.Introduction:
 def _address(wire: pb.Introduction) -> EndpointAddress:
     host = wire.address, wire.base, wire.key, wire.size
     return *host, wire.device_base, wire.device_key, wire.device_size
+
+
+def fabric_options(config: FabricConfig, local_rank: int, local_ranks: int) -> FabricOptions:
+    """The network settings of one rank.
+
+    Args:
+        local_rank: 0 to local_ranks - 1, on this node.
+    Raises: ConfigError naming the field of the section, its value and what is allowed.
+    """
+    return FabricOptions(
+        library=config.library,
+        provider=config.provider,
+        domain=_of_rank("fabric.domain", config.domain, local_rank, local_ranks),
+        address=config.address,
+        interface=_of_rank("fabric.interface", config.interface, local_rank, local_ranks),
+        traffic_class=traffic_class("fabric.traffic_class", config.traffic_class),
+        gid_index=config.gid_index,
+        queue_depth=config.queue_depth,
+        adaptive_routing=config.adaptive_routing,
+    )
+
+
+def _of_rank(field: str, text: str, local_rank: int, local_ranks: int) -> str:
+    """A single name applies to every rank. In a comma-separated list, each rank has its own."""
+    names = [name.strip() for name in text.split(",")]
+    if len(names) == 1:
+        return names[0]
+    if len(names) != local_ranks or not all(names):
+        raise ConfigError(field, text, f"one name, or one for each of the {local_ranks} ranks of this node")
+    return names[local_rank]

@@ -10,12 +10,12 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ep_server.config import Config, FabricConfig, SchedulerConfig
+from ep_server.config import Config, SchedulerConfig
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
-from ep_server.exchange.fabric.settings import FabricOptions, traffic_class
-from ep_server.exchange.factory import Topology, replaces_ranks
+from ep_server.exchange.factory import Topology, device_memory, replaces_ranks
 from ep_server.exchange.segment import available_memory
 from ep_server.exchange.spec import group_bytes
 from ep_server.models.families import ModelSpec
@@ -34,6 +34,9 @@ from ep_server.ranks.slots import (
     with_spares,
 )
 from ep_server.scheduler.placement import Placement, place_experts, slots_lacking, slots_needed
+
+if TYPE_CHECKING:
+    from ep_server.exchange.nvlink.sizes import DeviceMemory
 
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
 # Sequences of a rank. With fewer, sending all rows through host memory is faster (docs/design-notes).
@@ -115,7 +118,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     )
     weights = weight_bytes(config, spec, exchange, packed=packed)
     here = sum(weights[rank] for rank in local_ranks(config))
-    shared = exchange_bytes(config, exchange)
+    shared = exchange_bytes(config, exchange, packed=packed)
     threads = config.parallel.threads_per_rank or max(1, usable_cores() // ranks)
     placement, shadow = placement_at_start(config, spec), shadow_of(config, spec, packed=packed)
     if config.parallel.device == "cuda":  # each rank knows its GPU, and sizes its cache
@@ -152,7 +155,7 @@ def _fixed_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, pac
     host = ranks * host_bytes(config, spec) if packed else 0  # a GPU's memory holds none of it
     shadow = shadow_of(config, spec, packed=True) if packed else None
     host += 0 if shadow is None else shadow.nbytes
-    return here + exchange_bytes(config, exchange) + host + processes * PROCESS_BYTES
+    return here + exchange_bytes(config, exchange, packed=packed) + host + processes * PROCESS_BYTES
 
 
 def shadow_of(config: Config, spec: ModelSpec, *, packed: bool) -> ShadowLayout | None:
@@ -271,8 +274,25 @@ def hosts_of(config: Config) -> tuple[int, ...]:
     return tuple(rank // config.parallel.ranks for rank in range(num_ranks(config)))
 
 
-def exchange_bytes(config: Config, exchange: ExchangeSpec) -> int:
-    """Memory of the exchange on this host. With several hosts, each rank also has an outbox."""
+def many_rows(config: Config) -> bool:
+    """Whether steps may use the exchange of many rows."""
+    return config.exchange.mode != "low_latency"
+
+
+def gpu_exchange(config: Config, exchange: ExchangeSpec) -> DeviceMemory | None:
+    """What the exchange takes of each GPU; see factory.device_memory()."""
+    topology = Topology(hosts_of(config), gpus=True)
+    return device_memory(topology, exchange, many=many_rows(config))
+
+
+def exchange_bytes(config: Config, exchange: ExchangeSpec, *, packed: bool = True) -> int:
+    """Memory of the exchange on this host, or on its GPUs if weights are not packed.
+
+    With several hosts, each rank also has an outbox.
+    """
+    on_gpu = None if packed else gpu_exchange(config, exchange)
+    if on_gpu is not None:
+        return config.parallel.ranks * on_gpu.held
     if config.cluster.nodes == 1:
         return group_bytes(exchange)
     return 2 * group_bytes(exchange) // config.cluster.nodes
@@ -368,33 +388,3 @@ def useful_blocks(scheduler: SchedulerConfig, context: int) -> int:
 
 def _gib(number: int) -> str:
     return f"{number / 2**30:.2f} GiB"
-
-
-def fabric_options(config: FabricConfig, local_rank: int, local_ranks: int) -> FabricOptions:
-    """The network settings of one rank.
-
-    Args:
-        local_rank: 0 to local_ranks - 1, on this node.
-    Raises: ConfigError naming the field of the section, its value and what is allowed.
-    """
-    return FabricOptions(
-        library=config.library,
-        provider=config.provider,
-        domain=_of_rank("fabric.domain", config.domain, local_rank, local_ranks),
-        address=config.address,
-        interface=_of_rank("fabric.interface", config.interface, local_rank, local_ranks),
-        traffic_class=traffic_class("fabric.traffic_class", config.traffic_class),
-        gid_index=config.gid_index,
-        queue_depth=config.queue_depth,
-        adaptive_routing=config.adaptive_routing,
-    )
-
-
-def _of_rank(field: str, text: str, local_rank: int, local_ranks: int) -> str:
-    """A single name applies to every rank. In a comma-separated list, each rank has its own."""
-    names = [name.strip() for name in text.split(",")]
-    if len(names) == 1:
-        return names[0]
-    if len(names) != local_ranks or not all(names):
-        raise ConfigError(field, text, f"one name, or one for each of the {local_ranks} ranks of this node")
-    return names[local_rank]

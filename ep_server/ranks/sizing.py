@@ -23,6 +23,7 @@ from ep_server.ranks.group import (
     PROCESS_BYTES,
     GroupPlan,
     exchange_spec,
+    gpu_exchange,
     host_bytes,
     plan_ranks,
     standby_processes,
@@ -142,7 +143,7 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
         **(
             {"host shadow": plan.shadow.nbytes // ranks} if machine.packed and plan.shadow is not None else {}
         ),
-        "exchange": group_bytes(plan.exchange) // ranks,
+        **_exchange_parts(config, plan.exchange, packed=machine.packed),
         "process": PROCESS_BYTES,
     }
     per_token = kv_block_bytes(spec, 1, cached)
@@ -154,6 +155,14 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
     tokens = plan.kv_blocks * config.scheduler.block_size
     overhead = spec.num_layers * CPU_LAYER_SECONDS if machine.packed else None
     return Sizing(ranks, plan, parts, per_token, tokens, bounds, overhead)
+
+
+def _exchange_parts(config: Config, exchange: ExchangeSpec, *, packed: bool) -> dict[str, int]:
+    """Of one rank. On a GPU the heap for many rows is a part of its own."""
+    on_gpu = None if packed else gpu_exchange(config, exchange)
+    if on_gpu is None:
+        return {"exchange": group_bytes(exchange) // exchange.num_ranks}
+    return {"exchange": on_gpu.slots, **({"exchange of many rows": on_gpu.heap} if on_gpu.heap else {})}
 
 
 def fewest_ranks(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) -> Sizing:

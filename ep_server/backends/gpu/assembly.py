@@ -28,6 +28,7 @@ class GpuPlan:
     overlap: on, off or auto; whether steps of two micro-batches are captured too.
     timed_every: of so many steps the phases of one are timed on the device; 0 = none.
     layer_progress: the cache tells which layers a prompt's step has written.
+    step_bytes: that a step needs for its exchange, beside what that holds.
     """
 
     kv_blocks: int
@@ -39,6 +40,7 @@ class GpuPlan:
     overlap: str = "off"
     timed_every: int = 0
     layer_progress: bool = False
+    step_bytes: int = 0
 
 
 def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
@@ -46,7 +48,8 @@ def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
     if device.type != "cuda":
         return plan.kv_blocks or plan.useful_blocks
     block = model.kv_block_bytes(plan.block_size)
-    return Room.on(device).kv_blocks(block, plan.kv_blocks, plan.useful_blocks, model.weights.nbytes)
+    asked, weights = (plan.kv_blocks, plan.useful_blocks), model.weights.nbytes
+    return Room.on(device).kv_blocks(block, *asked, weights, plan.step_bytes)
 
 
 def decode_kernels(asked: str, model: RankModel, block_size: int) -> Chosen:

@@ -29,28 +29,34 @@ class Room:
         """The free memory of a GPU now."""
         return Room(str(device), *torch.cuda.mem_get_info(device))
 
-    def check_weights(self, needed: int) -> None:
-        """Checks weights before they are read. Raises: StartupError with the numbers if they do not fit."""
-        if needed > self.free:
-            raise StartupError(f"the model does not fit: {_gib(needed)} of weights, {self._left()}")
+    def check_weights(self, needed: int, exchange: int = 0) -> None:
+        """Checks weights before they are read, beside an exchange that is not open yet.
 
-    def kv_blocks(self, block: int, asked: int, useful: int, weights: int) -> int:
-        """The number of KV blocks in the cache.
+        Raises: StartupError with the numbers if they do not fit.
+        """
+        if needed + exchange > self.free:
+            beside = f" and {_gib(exchange)} of exchange" if exchange else ""
+            raise StartupError(f"the model does not fit: {_gib(needed)} of weights{beside}, {self._left()}")
+
+    def kv_blocks(self, block: int, asked: int, useful: int, weights: int, step: int = 0) -> int:
+        """The number of KV blocks in the cache. What weights and exchange hold is not free any more.
 
         Args:
             block: bytes of one. asked: configured number; 0 = as many as fit, at most `useful`.
-            weights: bytes that are on the GPU already.
+            weights: bytes that are on the GPU already. step: bytes that steps need beside the rest.
         Raises: StartupError with the numbers if these, or a single one, do not fit.
         """
-        blocks = asked or min(int(self.free * KV_SHARE / block), useful)
-        if blocks and blocks * block <= self.free:
+        room = max(0, self.free - step)
+        blocks = asked or min(int(room * KV_SHARE / block), useful)
+        if blocks and blocks * block <= room:
             return blocks
         wanted = (
             f"scheduler.kv_blocks = {asked} of {block} bytes need {_gib(asked * block)}: "
-            f"must be at most {self.free // block}, or 0"
+            f"must be at most {room // block}, or 0"
         )
+        steps = f", of which a step with many rows takes {_gib(step)} (exchange.mode)" if step else ""
         raise StartupError(
-            f"the model does not fit: with {_gib(weights)} of weights {self._left()}, "
+            f"the model does not fit: with {_gib(weights)} of weights {self._left()}{steps}, "
             + (wanted if asked else f"a KV block takes {block} bytes")
         )
 

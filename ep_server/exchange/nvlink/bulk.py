@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ep_server import _cuda
+from ep_server import _C, _cuda
 from ep_server.errors import ExchangeError, InvalidArgument, StartupError
 from ep_server.exchange.bootstrap import share_regions
 from ep_server.exchange.bulk import Arrival, Plan, Returned, Routing, Rows
@@ -84,10 +84,10 @@ class NvlinkBulk:
         self.check()
         ranks, tokens = self.spec.num_ranks, routing.in_rank.shape[0]
         local = routing.expert_tokens.shape[0] // ranks
-        if tokens > _cuda.BULK_MAX_ROWS:
-            raise InvalidArgument("x", f"{tokens} tokens", f"at most {_cuda.BULK_MAX_ROWS}")
-        if local > _cuda.BULK_MAX_LOCAL_EXPERTS:
-            allowed = f"at most {_cuda.BULK_MAX_LOCAL_EXPERTS} per rank"
+        if tokens > _C.BULK_MAX_ROWS:
+            raise InvalidArgument("x", f"{tokens} tokens", f"at most {_C.BULK_MAX_ROWS}")
+        if local > _C.BULK_MAX_LOCAL_EXPERTS:
+            allowed = f"at most {_C.BULK_MAX_LOCAL_EXPERTS} per rank"
             raise InvalidArgument("num_tokens_per_expert", f"{local} experts per rank", allowed)
         places = torch.empty((tokens, ranks), dtype=torch.int32, device=self.device)
         plan = Plan(torch.empty((ranks, ranks), dtype=torch.int32, device=self.device), places)
@@ -167,7 +167,7 @@ class NvlinkBulk:
     def _combine_bytes(self, tokens: int, row_bytes: int, top_k: int) -> int:
         """Of the memory where rows return, from each other rank apart."""
         rows = (self.spec.num_ranks - 1) * tokens
-        return _cuda.bulk_block(rows=rows, row_bytes=row_bytes, top_k=top_k)[-1]
+        return _C.bulk_block(rows=rows, row_bytes=row_bytes, top_k=top_k)[-1]
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
@@ -233,7 +233,7 @@ class _Block:
     def of(cls, rows: Rows, arrival: Arrival) -> _Block:
         """For rows like these."""
         return cls(
-            _cuda.bulk_block(
+            _C.bulk_block(
                 rows=arrival.rows,
                 row_bytes=rows.x.shape[1] * rows.x.itemsize,
                 scale_words=0 if rows.scales is None else rows.scales.shape[1],
@@ -297,7 +297,7 @@ class _Memory:
 
     def __init__(self, group: _cuda.Group, device: torch.device, size: int) -> None:
         self._group, self.device, self.address = group, device, group.heap()
-        self._heap: Heap[torch.cuda.Event] = Heap(size, _cuda.BULK_UNIT, torch.cuda.Event.query)
+        self._heap: Heap[torch.cuda.Event] = Heap(size, _C.BULK_UNIT, torch.cuda.Event.query)
         self._size = size
         self._scratch, self._scratch_size, self._in_graphs = 0, 0, False
         self._unmarked: list[int] = []

@@ -42,7 +42,8 @@ from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink.banks import BOTH, COMBINE, DISPATCH, RECV, SEND, Banks, DeviceHandle
 from ep_server.exchange.nvlink.delay import NvlinkDelay
 from ep_server.exchange.nvlink.launch import CombineTensors, Launcher, address, check_device_spec, make_group
-from ep_server.exchange.nvlink.normal import NvlinkNormal, has_normal, heap_bytes
+from ep_server.exchange.nvlink.normal import NvlinkNormal
+from ep_server.exchange.nvlink.sizes import has_normal, heap_bytes
 from ep_server.exchange.shapes import Shapes, Tensors
 from ep_server.exchange.spec import ExchangeSpec
 from ep_server.exchange.validate import (

@@ -35,50 +35,12 @@ from ep_server.exchange.bulk import Arrival, Plan, Returned, Rows
 from ep_server.exchange.nvlink import launch
 from ep_server.exchange.nvlink.bulk import combine_args, dispatch_args
 from ep_server.exchange.nvlink.launch import Launcher, address
-from ep_server.exchange.quant import scale_columns
+from ep_server.exchange.nvlink.sizes import landing, most_experts
 from ep_server.exchange.shapes import VECTOR, Tensors
-from ep_server.exchange.spec import FP8, ExchangeSpec
 from ep_server.exchange.validate import check_dispatch, combine_mode, handle_of
 
 VIEWS = frozenset({View.INDEX, View.COMPACT})
 WIRES = frozenset({Wire.BF16})
-BF16_BYTES = 2
-
-
-def has_normal(spec: ExchangeSpec) -> bool:
-    """Whether many rows can travel so: they are summed at the experts' ranks, and fill whole accesses."""
-    row_bytes = spec.hidden * (1 if spec.payload in FP8 else BF16_BYTES)
-    aligned = row_bytes % VECTOR == 0 and spec.hidden * BF16_BYTES % VECTOR == 0
-    fits = spec.max_tokens <= _cuda.BULK_MAX_ROWS and _stride(spec) <= _cuda.BULK_MAX_LOCAL_EXPERTS
-    return spec.num_ranks > 1 and spec.reduction is Reduction.RANK and aligned and fits
-
-
-def heap_bytes(spec: ExchangeSpec) -> int:
-    """GPU memory of one rank for it, beside the slots."""
-    return _landing(spec)[-1] + _returning(spec)
-
-
-def _stride(spec: ExchangeSpec) -> int:
-    """The most experts of a rank."""
-    return max(spec.placement.count(rank) for rank in range(spec.num_ranks))
-
-
-def _landing(spec: ExchangeSpec) -> tuple[int, ...]:
-    """Of the block where rows come in: offsets of scales, ids, weights and the end; its size."""
-    offsets: tuple[int, ...] = _cuda.bulk_block(
-        rows=spec.num_ranks * spec.max_tokens,
-        row_bytes=spec.hidden * (1 if spec.payload in FP8 else BF16_BYTES),
-        scale_words=scale_columns(spec.hidden, spec.payload),
-        top_k=spec.top_k,
-        with_ids=True,
-    )
-    return offsets
-
-
-def _returning(spec: ExchangeSpec) -> int:
-    """Bytes of the block where rows return."""
-    rows = (spec.num_ranks - 1) * spec.max_tokens
-    return int(_cuda.bulk_block(rows=rows, row_bytes=spec.hidden * BF16_BYTES)[-1])
 
 
 @dataclass(slots=True)
@@ -100,7 +62,7 @@ class NvlinkNormal:
 
     Args:
         few: the exchange that it belongs to. opened: returns the launcher of that one while it is open, of a
-          group with heap_bytes() for this one.
+          group with sizes.heap_bytes() for this one.
     """
 
     fused = normal = None
@@ -111,9 +73,9 @@ class NvlinkNormal:
         self.membership, self.all_gather, self.barrier = few.membership, few.all_gather, few.barrier
         self.statistics, self.check, self.close = few.statistics, few.check, few.close
         self.empty_padded = few.empty_padded
-        self._device, self._stride = launcher.device, _stride(self.spec)
+        self._device, self._stride = launcher.device, most_experts(self.spec)
         self._generation, self._owner = launcher.generation, object()
-        offsets = _landing(self.spec)
+        offsets = landing(self.spec)
         memory = launch.DeviceBytes(launcher.group.heap(), (1, offsets[-1]))
         self._block = self._tensors(launch.bytes_tensor(memory, self._device)[0], offsets)
         self._returning_at = offsets[-1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ep_server.backends.kv_rows import KvRows
 from ep_server.config import Config
 from ep_server.errors import StartupError
-from ep_server.ranks.group import fabric_options, local_ranks
+from ep_server.ranks.exchanges import fabric_options
+from ep_server.ranks.group import local_ranks
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
 from ep_server.ranks.handoff.lanes import Lanes

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ep_server.errors import ExchangeError, InvalidArgument, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
+from ep_server.exchange.nvlink.sizes import device_memory
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import ONE_RANK_BARE, SCATTERED, UNEVEN, Shape, failure_of, run_pair
 from tests.support.exchange.expected import expect
@@ -118,6 +119,9 @@ def measurements(group: dist.ProcessGroup) -> None:
     assert counters["bytes/normal_combine"] == operations * (received - goes[rank][rank]) * sizes[0]
     assert counters["exchange_rows"] == operations * received
     assert counters["exchange_tokens"] == operations * len(inputs[rank].x)
+    planned = device_memory(spec, many=True)
+    assert planned.heap > 0 and planned.step > 0
+    assert 0 <= few.capabilities.memory_bytes - planned.held < 1 << 16, "tables beside the region"
     close_exchange(few)
 
 

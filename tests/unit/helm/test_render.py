@@ -15,7 +15,7 @@ import yaml
 import ep_server
 from ep_server.cluster.discovery import NodePlace, Surroundings, find_place
 from ep_server.config import Config
-from ep_server.ranks.group import fabric_options
+from ep_server.ranks.exchanges import fabric_options
 from tests.support.helm.charts import (
     CHART,
     FIELDS,

@@ -65,6 +65,27 @@ def test_every_rank_fits_into_its_own_memory(ranks: int) -> None:
     assert 0.9 * (210 << 20) < tight.used <= 210 << 20  # rank 0 holds the most experts
 
 
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_the_heap_for_many_rows_takes_room_on_gpus(tokens: int) -> None:
+    """Of 8 ranks, 2,048 channels: what comes in is a row, 8 ids and weights, what returns is a row."""
+    shape = Path(__file__).parents[3] / "benchmarks" / "shapes" / "qwen3-30b-a3b"
+    gpu = Machine(79 << 30, bandwidth=3e12, link=4e11)
+    given = {"model__path": str(shape), "model__load_format": "dummy", "scheduler__max_step_tokens": tokens}
+    plans = [
+        size(config(8, exchange__mode=mode, **given), read_spec(shape), gpu, DECODE)
+        for mode in ("auto", "low_latency")
+    ]
+    heap = plans[0].parts["exchange of many rows"]
+    least = 8 * tokens * (2 * 2048 + 8 * 12) + 7 * tokens * 2 * 2048
+    assert least <= heap <= least + (8 << 20)
+    assert "exchange of many rows" not in plans[1].parts
+    assert plans[0].parts["exchange"] == plans[1].parts["exchange"]
+    cache = plans[1].parts["KV cache"] - plans[0].parts["KV cache"]
+    block = plans[0].kv_bytes_per_token * 16
+    share = config(8).scheduler.kv_fraction
+    assert cache == pytest.approx(share * heap, abs=2 * block) or cache == 0  # 0: more than is of use
+
+
 def test_the_fewest_ranks() -> None:
     spec = read_spec(DEMO_MODEL)
     small = {

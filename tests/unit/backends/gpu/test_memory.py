@@ -64,6 +64,20 @@ def test_weights_that_do_not_fit_are_refused_before_reading() -> None:
         ROOM.check_weights(int(40.01 * GIB))
 
 
+def test_the_exchange_counts_before_weights_are_read() -> None:
+    ROOM.check_weights(30 * GIB, 10 * GIB)
+    with pytest.raises(StartupError, match=r"30\.00 GiB of weights and 10\.01 GiB of exchange, 40\."):
+        ROOM.check_weights(30 * GIB, int(10.01 * GIB))
+
+
+def test_steps_with_many_rows_leave_less_for_the_cache() -> None:
+    assert ROOM.kv_blocks(GIB, 0, 1000, 90 * GIB, step=10 * GIB) == int(30 * KV_SHARE)
+    assert ROOM.kv_blocks(GIB, 30, 1000, 90 * GIB, step=10 * GIB) == 30
+    words = r"of which a step with many rows takes 10\.00 GiB .*must be at most 30, or 0"
+    with pytest.raises(StartupError, match=words):
+        ROOM.kv_blocks(GIB, 31, 1000, 90 * GIB, step=10 * GIB)
+
+
 def test_steps_that_do_not_fit_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where blocks were asked for that leave nothing to capture graphs in."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 139 * GIB))
@@ -92,7 +106,9 @@ def test_a_rank_asks_its_gpu_before_it_meets_the_others(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
     device = CudaDevice(pb.Start(rank=1, num_ranks=2), config)
     nobody = Opening(lambda _: pytest.fail("it met them"), lambda *_: pb.Connect())
-    with pytest.raises(StartupError, match=r"GiB of weights, 20\.00 GiB of 24\.00 GiB are free on cuda:1"):
+    with pytest.raises(
+        StartupError, match=r"0\.\d\d GiB of exchange, 20\.00 GiB of 24\.00 GiB are free on cuda:1"
+    ):
         device.open(replace(plan.exchange, rank=1), nobody)
 
 

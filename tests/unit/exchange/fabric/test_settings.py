@@ -19,7 +19,7 @@ from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric.link import FabricLink
 from ep_server.exchange.fabric.settings import FabricOptions
-from ep_server.ranks.group import fabric_options
+from ep_server.ranks.exchanges import fabric_options
 from tests.support.fabric.fabric_ends import needs
 from tests.support.fabric.wrapped import Wrapped
 
