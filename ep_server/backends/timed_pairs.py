@@ -41,6 +41,7 @@ class TimedPairs:
         """
         exchange = self._exchange.normal if normal else self._exchange
         assert exchange is not None
+        exchange.barrier()  # ranks begin together
         began = time.perf_counter_ns()
         sent = exchange.dispatch_send(self._x[:tokens], self._ids[:tokens], self._weights[:tokens])
         received = sent.recv()

@@ -7,7 +7,7 @@ host memory or, if configured, from GPU memory. A GPU runs one step ahead of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +36,7 @@ from ep_server.ranks.group import (
     useful_blocks,
     weight_bytes,
 )
-from ep_server.ranks.modes import ALWAYS, NEVER, ExchangeModes, TimePair, measure
+from ep_server.ranks.modes import ALWAYS, NEVER, ExchangeModes, Measurement, TimePair, measure
 from ep_server.ranks.overlap import FixedOverlap, MeasuredOverlap, Overlap
 from ep_server.ranks.parts import Built, Device, Progress
 from ep_server.v1 import rank_pb2 as pb
@@ -57,7 +57,7 @@ class CpuDevice:
         self.compute: Compute = NativeCompute(start.threads)
         self._start, self._config = start, config
         self._exchange: Exchange | None = None
-        self._modes: ExchangeModes | None = None
+        self._known: int | None = None  # see ExchangeModes
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Exchange:
         """As Device.open."""
@@ -77,16 +77,23 @@ class CpuDevice:
 
     def prepare(self, progress: Progress) -> None:
         """Measures how steps should use the exchange."""
-        assert self._exchange is not None
-        self._modes = self._chosen(TimedPairs(self._exchange).run)
+        self._known = normal_from(self._config, self._start, self._own_exchange, self._measurement)
 
     def modes(self) -> ExchangeModes:
         """As Device.modes. A rank that joined others has not measured."""
-        return self._modes or self._chosen(None)
+        known = self._known
+        if known is None:
+            known = normal_from(self._config, self._start, self._own_exchange, None)
+        return ExchangeModes(known, late=self._measurement)
 
-    def _chosen(self, time_pair: TimePair | None) -> ExchangeModes:
+    @property
+    def _own_exchange(self) -> Exchange:
         assert self._exchange is not None
-        return ExchangeModes(normal_from(self._config, self._start, self._exchange, time_pair))
+        return self._exchange
+
+    def _measurement(self) -> Measurement:
+        exchange = self._own_exchange
+        return measurement_of(exchange, TimedPairs(exchange).run, exchange.spec.max_tokens)
 
     def overlap(self) -> Overlap:
         """Decides by the times of steps of any size."""
@@ -170,19 +177,28 @@ class CudaDevice:
         assert self._built is not None
         runner, sizes = self._built
         with room_for_steps(self.device, sizes):
-            self._modes = ExchangeModes(self._normal_from(), undivided=True)
+            known = normal_from(self._config, self._start, self._own_exchange, self._measurement)
+            self._modes = ExchangeModes(known, undivided=True, late=self._measurement)
             runner.prepare(lambda done, total: progress("graphs", done, total), self._modes.possible)
 
-    def _normal_from(self) -> int:
-        from ep_server.backends.gpu.moe.timed_pairs import GpuTimedPairs
+    @property
+    def _own_exchange(self) -> Exchange:
+        assert self._exchange is not None
+        return self._exchange
 
-        exchange = self._exchange
-        assert exchange is not None
-        timed, captured = None, self._config.parallel.graphs
-        if exchange.normal is not None and self._config.exchange.mode == "auto" and not self._start.joins:
-            rows = rows_of(exchange)
-            timed = GpuTimedPairs(exchange, rows, self.device, captured=captured).run
-        return normal_from(self._config, self._start, exchange, timed)
+    def _measurement(self) -> Measurement:
+        """Of sizes for which all of these GPUs have memory now. Collective."""
+        from ep_server.backends.gpu.memory import Room
+        from ep_server.backends.gpu.moe.timed_pairs import GpuTimedPairs, pair_bytes
+
+        exchange, most = self._own_exchange, self._own_exchange.spec.max_tokens
+        if self.device.type == "cuda":
+            most = min(most, max(1, Room.on(self.device).free // pair_bytes(exchange.spec)))
+        records = [record for record in exchange.all_gather(most.to_bytes(4, "little")) if record]
+        most = min(int.from_bytes(record, "little") for record in records)
+        captured = self._config.parallel.graphs
+        pairs = GpuTimedPairs(exchange, rows_of(exchange), self.device, most, captured=captured)
+        return measurement_of(exchange, pairs.run, most)
 
     def overlap(self) -> Overlap:
         """Decides by the times of captured steps. Other steps are split only if configured."""
@@ -222,8 +238,10 @@ def overlap_of(config: Config, ranks: int, graphs: Iterable[int] | None = None) 
     return MeasuredOverlap(graphs) if mode == "auto" else FixedOverlap(mode == "on")
 
 
-def normal_from(config: Config, start: pb.Start, exchange: Exchange, time_pair: TimePair | None) -> int:
-    """See ExchangeModes.known; as configured or measured. time_pair: see measure(); None = it cannot.
+def normal_from(
+    config: Config, start: pb.Start, exchange: Exchange, begin: Callable[[], Measurement] | None
+) -> int:
+    """See ExchangeModes.known; as configured or measured. begin: a measurement; None = it cannot.
 
     Collective. Raises: ConfigError.
     """
@@ -235,10 +253,15 @@ def normal_from(config: Config, start: pb.Start, exchange: Exchange, time_pair: 
         return NEVER
     if mode == "normal":
         return ALWAYS
-    if start.joins or time_pair is None or len(live_ranks(exchange)) == 1:
+    if start.joins or begin is None or len(live_ranks(exchange)) == 1:
         return 0
-    note = log.debug if start.rank else log.info  # all find the same
-    return measure(time_pair, exchange.all_gather, exchange.spec.max_tokens, note)
+    return measure(begin())
+
+
+def measurement_of(exchange: Exchange, time_pair: TimePair, most: int) -> Measurement:
+    """Of one rank among those that take part; one of them logs what is found."""
+    first = exchange.spec.rank == min(live_ranks(exchange))
+    return Measurement(time_pair, exchange.all_gather, most, log.info if first else log.debug)
 
 
 def rows_of(exchange: Exchange) -> RowsOfSteps:

@@ -12,20 +12,18 @@ from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # they import torch
-    from ep_server.exchange.api import Exchange
-    from ep_server.ranks.experts import RankExperts
-    from ep_server.ranks.overlap import Overlap
+    from ep_server.ranks.build import RankParts
 
 
 class RankMembership:
     """Used in the thread of the rank's loop, while no step is in flight."""
 
-    def __init__(self, exchange: Exchange, experts: RankExperts | None, overlap: Overlap) -> None:
-        """experts: None where they stay, so that all ranks take part."""
-        self._exchange, self._experts, self._overlap = exchange, experts, overlap
-        self._lead(
-            range(exchange.spec.num_ranks) if exchange.membership is None else exchange.membership.live
-        )
+    def __init__(self, parts: RankParts) -> None:
+        """parts.experts is None where they stay, so that all ranks take part."""
+        self._exchange, self._experts = parts.exchange, parts.experts
+        self._overlap, self._modes = parts.overlap, parts.modes
+        membership = parts.exchange.membership
+        self._lead(range(parts.exchange.spec.num_ranks) if membership is None else membership.live)
 
     def regroup(self, order: pb.Regroup) -> pb.FromRank:
         """Reads the experts that an order gives this rank, and goes on with the ranks that it names.
@@ -57,4 +55,5 @@ class RankMembership:
         self._lead(live)
 
     def _lead(self, live: Collection[int]) -> None:
+        self._modes.regrouped()
         self._overlap.lead(leads=self._exchange.spec.rank == min(live))

@@ -1,7 +1,8 @@
 """Decides which steps use the exchange of many rows: from how many tokens per rank on it takes less time.
 
 Ranks time both ways when they start, together and at several sizes, and agree on the slowest rank's times.
-A rank that joins them later has nobody to time with, so its vote is zero, and it learns what the others know.
+A rank that starts alone, or joins others, has nobody to time with, so its vote is zero. It learns what the
+others know. Where none of several ranks knows, they measure between their steps, one turn at a time.
 Pure: callers measure. Units: tokens of the rank with most, nanoseconds.
 """
 
@@ -43,43 +44,83 @@ Note = Callable[[str], None]
 RULE = ModeRule()
 
 
-def measure(
-    time_pair: TimePair, gather: Gather, most: int, note: Note = lambda text: None, rule: ModeRule = RULE
-) -> int:
-    """Tokens from which many rows are faster, or NEVER; the same number on all ranks. Collective.
+class Measurement:
+    """One turn after the other, each of both ways once. Collective: all ranks take the same turns.
+
+    found: tokens from which many rows are faster, or NEVER; the same on all ranks. 0 until the last turn.
 
     Args:
         gather: of all ranks' records, empty for an absent one. most: tokens of the largest step.
         note: gets a line that says what was found.
     """
-    start, table = NEVER, []
-    for size in rule.sizes(most):
-        times: tuple[list[int], list[int]] = ([], [])
-        for turn in range(2 * rule.rounds + 2):
-            took = time_pair(turn % 2 == 1, size)
-            if turn >= 2:  # the first of each warms up
-                times[turn % 2].append(took)
-        mine = _TIMES.pack(*(int(median(each)) for each in times))
-        of_ranks = [_TIMES.unpack(record) for record in gather(mine) if record]
+
+    def __init__(
+        self,
+        time_pair: TimePair,
+        gather: Gather,
+        most: int,
+        note: Note = lambda text: None,
+        rule: ModeRule = RULE,
+    ) -> None:
+        self.found = 0
+        self._time_pair, self._gather, self._note, self._rule = time_pair, gather, note, rule
+        self._sizes = rule.sizes(most)
+        self._times: tuple[list[int], list[int]] = ([], [])
+        self._turns, self._start, self._table = 0, NEVER, list[str]()
+
+    def turn(self) -> None:
+        """At the next size after `rounds` and a first one that warms up. Raises: ExchangeError."""
+        took = [self._time_pair(many, self._sizes[0]) for many in (False, True)]
+        if self._turns:
+            for times, each in zip(self._times, took, strict=True):
+                times.append(each)
+        self._turns += 1
+        if self._turns > self._rule.rounds:
+            self._end_size(self._sizes.pop(0))
+
+    def _end_size(self, size: int) -> None:
+        mine = _TIMES.pack(*(int(median(each)) for each in self._times))
+        self._turns, self._times = 0, ([], [])
+        of_ranks = [_TIMES.unpack(record) for record in self._gather(mine) if record]
         few, many = (max(column) for column in zip(*of_ranks, strict=True))
-        start = NEVER if many >= rule.gain * few else min(start, size)
-        table.append(f"{size}: {few / 1000:.0f} / {many / 1000:.0f}")
-    begin = "never" if start == NEVER else f"from {start} tokens of a rank"
-    note(f"steps use the exchange of many rows {begin}; low latency / many rows, us: {', '.join(table)}")
-    return start
+        self._start = NEVER if many >= self._rule.gain * few else min(self._start, size)
+        self._table.append(f"{size}: {few / 1000:.0f} / {many / 1000:.0f}")
+        if self._sizes:
+            return
+        self.found = self._start
+        begin = "never" if self.found == NEVER else f"from {self.found} tokens of a rank"
+        times = ", ".join(self._table)
+        self._note(f"steps use the exchange of many rows {begin}; low latency / many rows, us: {times}")
+
+
+def measure(measurement: Measurement) -> int:
+    """Takes all turns. Returns: what was found. Raises: as Measurement.turn()."""
+    while not measurement.found:
+        measurement.turn()
+    return measurement.found
 
 
 class ExchangeModes:
     """What one rank knows, and what its steps used.
 
     known: tokens from which steps use the exchange of many rows, ALWAYS or NEVER; 0 = the others decide.
+    due: no rank of several knows, so all of them call turn() before the next step.
 
     Args:
         undivided: only steps of one micro-batch do.
+        late: begins a measurement among the ranks that run; collective. None: it cannot be made up for.
     """
 
-    def __init__(self, known: int = NEVER, *, undivided: bool = False) -> None:
-        self.known, self._undivided = known, undivided
+    def __init__(
+        self,
+        known: int = NEVER,
+        *,
+        undivided: bool = False,
+        late: Callable[[], Measurement] | None = None,
+    ) -> None:
+        self.known, self._undivided, self._late = known, undivided, late
+        self.due = False
+        self._measurement: Measurement | None = None
         self._steps = 0
 
     def __repr__(self) -> str:
@@ -92,9 +133,24 @@ class ExchangeModes:
     def chosen(self, verdict: Verdict, bucket: int, micro_batches: int) -> bool:
         """Whether the step that was voted on uses the exchange of many rows. bucket: of its graph."""
         self.known = self.known or verdict.normal_from
+        self.due = not self.known and self._late is not None and len(verdict.tokens) > 1
         normal = verdict.normal(bucket, micro_batches) and (micro_batches == 1 or not self._undivided)
         self._steps += normal
         return normal
+
+    def turn(self) -> None:
+        """Measures a little more, while no step is in flight. Collective. Raises: ExchangeError."""
+        assert self._late is not None
+        if self._measurement is None:
+            self._measurement = self._late()
+        self._measurement.turn()
+        self.due, self.known = False, self._measurement.found
+        if self.known:
+            self._measurement = None
+
+    def regrouped(self) -> None:
+        """Other ranks take part: what was measured so far is not of them."""
+        self.due, self._measurement = False, None
 
     def counters(self) -> dict[str, int]:
         """Steps with many rows, and from how many tokens on; 0 = never."""

@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # the parts import torch
     from ep_server.ranks.build import RankParts
 
 log = logging.getLogger(__name__)
-
 REPORT_NS = 500_000_000
 MASK_LOOK_SECONDS = 0.001
 CHANGE_LOOK_SECONDS = 0.05  # of a parked rank that prepares a change
@@ -71,7 +70,7 @@ class RankWorker:
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._cache = self._cache_reporter()
-        self._membership = RankMembership(parts.exchange, parts.experts, parts.overlap)
+        self._membership = RankMembership(parts)
         self._desk = OrderDesk(parts, self._enter)
         self._changes = self._desk.changes
         self._launched: deque[LaunchedStep] = deque()
@@ -159,10 +158,7 @@ class RankWorker:
 
     def _cache_reporter(self) -> CacheReporter:
         return CacheReporter(
-            self._meter.rank,
-            self._scheduler,
-            lambda batch: self._send(kv_events_message(batch)),
-            time.time,
+            self._meter.rank, self._scheduler, lambda batch: self._send(kv_events_message(batch)), time.time
         )
 
     def step(self) -> bool:
@@ -171,6 +167,10 @@ class RankWorker:
         On return every message read is handled, and the tokens of this step, or of the one `ahead` before it,
         are sent. A step without tokens on any rank is not run: it only waits for the steps in flight.
         """
+        if self._modes.due:
+            while self._launched:
+                self._finish(self._launched.popleft())
+            self._modes.turn()
         start = self._clock()
         self._handle(self._channel.poll())
         if self._regroup is not None:

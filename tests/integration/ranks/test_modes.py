@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -101,3 +103,37 @@ async def test_ranks_of_many_rows_outlive_each_other(mode: str) -> None:
             assert [output.token_ids for output in outputs] == expected
             assert served.group.pids[1 - rank] == pids[1 - rank], "the other rank keeps its process"
         assert [output.token_ids for output in await served.run(ASKED)] == expected
+
+
+async def test_ranks_that_join_a_single_one_measure_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """Between their steps; no output changes, whichever way turns out to be faster."""
+    config = Config.from_values(
+        {
+            "grpc.port": 0,
+            "exchange.mode": "auto",
+            "exchange.reduction": "source",
+            "model.dtype": "float32",
+            "model.path": str(DEMO_MODEL),
+            "parallel.ranks": 1,
+            "parallel.max_ranks": 2,
+            "parallel.threads_per_rank": 1,
+            "resilience.rank_losses": 0,
+            "resilience.spare_slots": "auto",
+            "scheduler.kv_blocks": 128,
+            "scheduler.max_step_tokens": 40,
+        }
+    )
+    asked = [{**one, "max_new_tokens": 48} for one in ASKED]
+    async with serving(config) as served:
+        expected = [output.token_ids for output in await served.run(asked)]
+        capfd.readouterr()
+        running = asyncio.ensure_future(served.run(asked))
+        await served.server.engine.scale(2, [])
+        assert [output.token_ids for output in await running] == expected
+        for _ in range(2):  # more steps than there are turns
+            assert [output.token_ids for output in await served.run(asked)] == expected
+        told = capfd.readouterr().err
+        assert len(re.findall(r"steps use the exchange of many rows (?:never|from \d+ tokens)", told)) == 1
+        assert re.search(r"us: 16: \d+ / \d+, 32: \d+ / \d+, 40: \d+ / \d+", told)
+        assert await served.lose(1, 6, asked)
+        assert [output.token_ids for output in await served.run(asked)] == expected

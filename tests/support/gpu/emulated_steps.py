@@ -73,7 +73,7 @@ def _time(exchange: Any) -> None:
 
     few = FusedRows(exchange)
     rows = RowsOfSteps(few, few, exchange.check, ManyRows(exchange.normal))
-    timed = GpuTimedPairs(exchange, rows, torch.device("cpu"), captured=False)
+    timed = GpuTimedPairs(exchange, rows, torch.device("cpu"), exchange.spec.max_tokens, captured=False)
     assert all(timed.run(normal, size) > 0 for size in (1, 8) for normal in (False, True))
 
 

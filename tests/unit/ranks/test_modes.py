@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.ranks.devices import normal_from
-from ep_server.ranks.modes import ALWAYS, NEVER, ExchangeModes, ModeRule, measure
+from ep_server.ranks.modes import ALWAYS, NEVER, ExchangeModes, Measurement, ModeRule, measure
 from ep_server.ranks.vote import Verdict, Vote, tally
 from ep_server.v1 import rank_pb2 as pb
 
@@ -45,7 +46,7 @@ def alone(record: bytes) -> list[bytes]:
 )
 def test_they_begin_where_they_are_faster(few, many, begin):
     time_pair, calls = linear(few, many)
-    assert measure(time_pair, alone, MOST, rule=RULE) == begin
+    assert measure(Measurement(time_pair, alone, MOST, rule=RULE)) == begin
     assert [size for _, size in calls[:: 2 * RULE.rounds + 2]] == [16, 32, 64, 128, 256, 512, MOST]
 
 
@@ -53,7 +54,7 @@ def test_a_single_size_at_which_they_win_does_not_count():
     def time_pair(normal: bool, tokens: int) -> int:
         return 50 if normal and tokens in (32, 512, MOST) else 100
 
-    assert measure(time_pair, alone, MOST, rule=RULE) == 512
+    assert measure(Measurement(time_pair, alone, MOST, rule=RULE)) == 512
 
 
 def test_the_slowest_rank_counts():
@@ -66,7 +67,7 @@ def test_the_slowest_rank_counts():
         few, many = there.get(next(sizes), (0, 0))
         return [record, few.to_bytes(8, "little") + many.to_bytes(8, "little"), b""]
 
-    assert measure(here, gather, MOST, rule=RULE) == 512
+    assert measure(Measurement(here, gather, MOST, rule=RULE)) == 512
 
 
 def test_outliers_do_not_count():
@@ -77,7 +78,7 @@ def test_outliers_do_not_count():
         count += 1
         return 10**9 if count % 8 in (1, 2, 5) else 50 if normal else 100
 
-    assert measure(time_pair, alone, MOST, rule=RULE) == 16
+    assert measure(Measurement(time_pair, alone, MOST, rule=RULE)) == 16
 
 
 @pytest.mark.parametrize("most", [1, 15, 16, 17, 8192])
@@ -127,6 +128,61 @@ def test_a_rank_that_joined_learns_and_passes_it_on():
     assert ExchangeModes(late.known).chosen(verdict_of(late.known, 0), 0, 1)
 
 
+def late_modes(count: int) -> tuple[list[ExchangeModes], list[int]]:
+    """Of so many ranks that have not measured, and when each measurement of the first one began."""
+    began: list[int] = []
+
+    def begin(rank: int) -> Measurement:
+        time_pair, calls = linear((10, 2), (20, 1))
+        if rank == 0:
+            began.append(len(calls))
+        return Measurement(time_pair, alone, 64, rule=RULE)
+
+    return [ExchangeModes(0, late=partial(begin, rank)) for rank in range(count)], began
+
+
+def voted(ranks: list[ExchangeModes]) -> list[bool]:
+    verdict = verdict_of(*(each.known for each in ranks))
+    return [each.chosen(verdict, 0, 1) for each in ranks]
+
+
+def test_ranks_that_do_not_know_measure_between_their_steps():
+    """Three sizes, each with a turn to warm up and `rounds` more; until then steps have few rows."""
+    ranks, began = late_modes(2)
+    for _ in range(3 * (RULE.rounds + 1)):
+        assert voted(ranks) == [False, False] and all(each.due for each in ranks)
+        for each in ranks:
+            each.turn()
+    assert voted(ranks) == [True, True] and not any(each.due for each in ranks)
+    assert [each.known for each in ranks] == [16, 16] and began == [0]
+
+
+def test_a_rank_alone_or_beside_one_that_knows_does_not_measure():
+    ranks, began = late_modes(1)
+    assert voted(ranks) == [False] and not ranks[0].due
+    assert voted([*ranks, ExchangeModes(64)]) == [True, True] and not ranks[0].due
+    assert ranks[0].known == 64 and began == []
+
+
+def test_other_ranks_measure_anew():
+    ranks, began = late_modes(2)
+    for _ in range(5):
+        voted(ranks)
+        for each in ranks:
+            each.turn()
+    joined = late_modes(1)[0]
+    for each in ranks:
+        each.regrouped()
+    three = ranks + joined
+    turns = 0
+    while not all(each.known for each in three):
+        voted(three)
+        for each in three:
+            each.turn()
+        turns += 1
+    assert turns == 3 * (RULE.rounds + 1) and began == [0, 0]
+
+
 def test_what_is_counted():
     modes = ExchangeModes(64)
     for tokens in (63, 64, 65):
@@ -153,7 +209,8 @@ def group_of(normal: object, ranks: int = 2) -> SimpleNamespace:
 def test_what_a_rank_knows_when_it_starts(mode, joins, expected):
     time_pair, _ = linear((10, 2), (20, 1))
     config, start = Config.from_values({"exchange.mode": mode}), pb.Start(joins=joins)
-    assert normal_from(config, start, group_of(object()), time_pair) == expected
+    group = group_of(object())
+    assert normal_from(config, start, group, lambda: Measurement(time_pair, alone, 64)) == expected
     assert normal_from(config, start, group_of(object()), None) == (0 if mode == "auto" else expected)
 
 

@@ -11,31 +11,42 @@ import torch
 from ep_server.backends.gpu.moe.moe import add_norm
 from ep_server.backends.gpu.moe.rows import Arrival, RowsOfSteps, Tokens
 from ep_server.backends.timed_pairs import drawn_ids
-from ep_server.exchange.api import Exchange
+from ep_server.exchange.api import Exchange, ExchangeSpec
 
 REPEATS = 4  # pairs in one measurement
+
+
+def choices(spec: ExchangeSpec) -> int:
+    """Rows that experts of this rank return, at most, for a token of each rank."""
+    return spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
+
+
+def pair_bytes(spec: ExchangeSpec) -> int:
+    """Memory for each token of a pair, of both ways and with half of it left over."""
+    rows = choices(spec) + 2 * spec.num_ranks + 4
+    return 2 * 2 * rows * spec.hidden * torch.bfloat16.itemsize
 
 
 class GpuTimedPairs:
     """Pairs with experts drawn uniformly. What experts return is not written.
 
     Args:
-        captured: steps are replayed from graphs, so these are too.
+        most: tokens of a pair. captured: steps are replayed from graphs, so these are too.
     """
 
     def __init__(
-        self, exchange: Exchange, rows: RowsOfSteps, device: torch.device, *, captured: bool
+        self, exchange: Exchange, rows: RowsOfSteps, device: torch.device, most: int, *, captured: bool
     ) -> None:
         self._exchange, self._rows, self._device, self._captured = exchange, rows, device, captured
-        spec, dtype, ids = exchange.spec, torch.bfloat16, drawn_ids(exchange, device)
-        x = torch.zeros(spec.max_tokens, spec.hidden, dtype=dtype, device=device)
+        spec, dtype, ids = exchange.spec, torch.bfloat16, drawn_ids(exchange, device)[:most]
+        x = torch.zeros(most, spec.hidden, dtype=dtype, device=device)
         self._tokens = Tokens(x, ids, torch.ones(ids.shape, dtype=torch.float32, device=device))
         self._residual, self._weight = (
             torch.zeros_like(x),
             torch.ones(spec.hidden, dtype=dtype, device=device),
         )
         self._stats = torch.zeros(len(spec.local_experts), dtype=torch.int32, device=device)
-        self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
+        self._choices = choices(spec)
         self._size, self._work = 0, dict[bool, Callable[[], None]]()
 
     def run(self, normal: bool, tokens: int) -> int:
@@ -62,7 +73,7 @@ class GpuTimedPairs:
         if not self._captured or self._device.type != "cuda":
             return work
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may move KV blocks
             work()
         return graph.replay
 
