@@ -42,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.loss_server import Servers
 from benchmarks.loss_streams import WORST, Load, Lost, gaps, undisturbed
 from benchmarks.make_checkpoint import make_checkpoint
-from ep_server.cli.chaos.command import quantiles
 from ep_server.cli.chaos.faults import settled_pids
+from ep_server.cli.chaos.report import quantiles
 from ep_server.cli.chaos.streams import Asked, Lengths, draw_requests
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import make_checkpoint
-from ep_server.cli.chaos.command import quantiles
+from ep_server.cli.chaos.report import quantiles
 from ep_server.cli.chaos.streams import Answer
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient

@@ -320,8 +320,7 @@ class RankReady:
     """What a rank reports once its weights are loaded and it is warm.
 
     attention: which kernels a GPU decodes with and why; "" on a CPU. kv_host_bytes: of the host tier.
-    kv_address, kv_local: where other servers fetch KV blocks, as in KvSource; "" if they cannot.
-    """
+    kv_address, kv_local: where other servers fetch KV blocks, as in KvSource; "" if they cannot."""
 
     rank: int
     pid: int
@@ -336,6 +335,7 @@ class RankReady:
     kv_address: str = ""
     kv_local: str = ""
     gpus: int = 0  # that ranks of its host can use
+    pid_space: str = ""  # see ranks.protocol
 
 
 @dataclass(frozen=True, slots=True)

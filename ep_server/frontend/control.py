@@ -32,8 +32,9 @@ from ep_server.frontend.checkpoint_facts import CheckpointFacts
 from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
 from ep_server.frontend.port import Port
 from ep_server.frontend.served_model import ServedModel
-from ep_server.observability.fault_report import pid_space, versions
+from ep_server.observability.fault_report import versions
 from ep_server.observability.quantiles import NANO, balance, summarise_ranks
+from ep_server.ranks.protocol import pid_space
 from ep_server.records import RankLoad, RankStatistics
 from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2
 
@@ -131,6 +132,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
                 control_pb2.RankInfo(
                     rank=ready.rank,
                     pid=ready.pid,
+                    pid_space=ready.pid_space,
                     kv_blocks=ready.kv_blocks,
                     weight_bytes=ready.weight_bytes,
                     kv_bytes=ready.kv_bytes,

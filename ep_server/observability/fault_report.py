@@ -31,12 +31,6 @@ LIBRARIES = (
 )
 
 
-def pid_space() -> str:
-    """Boot and pid namespace of this process: where both are equal, a process id names the same process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-
-
 def versions() -> dict[str, str]:
     """ep_server, python, kernel and the libraries, by name; "absent" for one that is not installed."""
     return {

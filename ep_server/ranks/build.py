@@ -40,6 +40,7 @@ from ep_server.ranks.new_weights import WeightsInPlace
 from ep_server.ranks.overlap import Overlap
 from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
 from ep_server.ranks.profiler import StepProfiler
+from ep_server.ranks.protocol import pid_space
 from ep_server.ranks.shadow_filler import ShadowFiller
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import AUTO_BUDGET, IDLE, SchedulerLimits
@@ -155,6 +156,7 @@ def build_rank(
         kv_host_bytes=built.copier.slots * model.kv_block_bytes(limits.block_size),
         kv_address=address,
         kv_local=local,
+        pid_space=pid_space(),
         gpus=torch.cuda.device_count() if config.parallel.device == "cuda" else 0,
     )
     return RankParts(

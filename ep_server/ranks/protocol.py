@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from ep_server.errors import EpServerError
@@ -22,6 +23,12 @@ from ep_server.scheduler.placement import Placement
 # What a thread computes before another one goes on, where one prepares something beside a loop: it publishes
 # tokens (the server's), or runs steps (a rank's).
 THREAD_TURN_SECONDS = 0.0002
+
+
+def pid_space() -> str:
+    """Boot and pid namespace of this process: where both are equal, a process id names the same process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 @dataclass(frozen=True, slots=True)

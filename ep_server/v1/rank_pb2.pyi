@@ -467,7 +467,7 @@ class Progress(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("rank", "pid", "kv_blocks", "block_size", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds", "attention", "kv_host_bytes", "kv_address", "kv_local", "gpus")
+    __slots__ = ("rank", "pid", "kv_blocks", "block_size", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds", "attention", "kv_host_bytes", "kv_address", "kv_local", "gpus", "pid_space")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -481,6 +481,7 @@ class Ready(_message.Message):
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KV_LOCAL_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
+    PID_SPACE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     kv_blocks: int
@@ -494,7 +495,8 @@ class Ready(_message.Message):
     kv_address: str
     kv_local: str
     gpus: int
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., attention: _Optional[str] = ..., kv_host_bytes: _Optional[int] = ..., kv_address: _Optional[str] = ..., kv_local: _Optional[str] = ..., gpus: _Optional[int] = ...) -> None: ...
+    pid_space: str
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., attention: _Optional[str] = ..., kv_host_bytes: _Optional[int] = ..., kv_address: _Optional[str] = ..., kv_local: _Optional[str] = ..., gpus: _Optional[int] = ..., pid_space: _Optional[str] = ...) -> None: ...
 
 class StepTokens(_message.Message):
     __slots__ = ("numbers", "token_ids", "finish", "cached_tokens", "logprobs", "top_counts", "top_token_ids", "top_logprobs", "queued_ns", "step", "weights")

@@ -9,28 +9,29 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from ep_server.cli import options
 from ep_server.cli.chaos.faults import (
     FaultKind,
     FaultPlan,
     Faults,
-    check_recovers,
+    ServerShape,
+    elsewhere,
     parent_of,
     settled_pids,
+    shape_of,
 )
+from ep_server.cli.chaos.report import Report, as_dict, show
 from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
 from ep_server.cli.progress import Bars
 from ep_server.client import AsyncClient, AsyncStream, Output, PrefillDecode, Target
@@ -44,49 +45,15 @@ MIB = 1 << 20
 Ask = Callable[..., Awaitable[AsyncStream]]  # prompt and fields -> the stream
 
 
-@dataclass(slots=True)
-class Report:
-    """What was found.
-
-    differences, errors, left: one line each; left: what the server still holds at the end.
-    gaps: the longest one of each sequence during each loss and change, in seconds.
-    pauses: of each change, as the server reports them.
-    first_tokens: seconds to the first token of each stream. handed_off: streams whose prompt came from a
-        prefill server. same_tokens: streams with the tokens of the undisturbed run, however scores round.
-    memory_mib: of the server, before and after.
-    """
-
-    exact: bool
-    streams: int = 0
-    rounds: int = 0
-    faults: dict[str, int] = field(default_factory=dict)
-    recoveries: list[float] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    gaps: dict[str, list[float]] = field(
-        default_factory=lambda: {"undisturbed": [], "lost rank": [], "other ranks": [], "change": []}
-    )
-    pauses: list[float] = field(default_factory=list)
-    first_tokens: dict[str, list[float]] = field(default_factory=lambda: {"undisturbed": [], "losses": []})
-    handed_off: int = 0
-    same_tokens: int = 0
-    memory_mib: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def good(self) -> bool:
-        """No stream showed a fault, and nothing is left."""
-        return not (self.errors or self.differences or self.left)
-
-
 def command(
     faults: Annotated[int, typer.Option(min=1, max=10_000, help="Losses and changes in all.", **PANEL)] = 10,
     kind: Annotated[
         list[FaultKind] | None,
         typer.Option(
-            help="kill (SIGKILL), stall (SIGSTOP), server (the prefill server is killed; something else must "
-            "start it again), scale (ranks join, leave and are held out) or update (the same weights anew). "
-            "Repeat for several. Default: kill.",
+            help="kill (SIGKILL), stall (SIGSTOP), server (the prefill server is killed), node (a node is "
+            "killed, but not the first; something else must start it or the server again), scale (ranks "
+            "join, leave and are held out) or update (the same weights anew). Repeat for several. "
+            "Default: kill.",
             **PANEL,
         ),
     ] = None,
@@ -173,12 +140,10 @@ async def run(
             clients.append(await stack.enter_async_context(AsyncClient(prefill)))
             pair = await stack.enter_async_context(PrefillDecode(prefill, client))
             ask = pair.generate
-        report = Report(all([await check_recovers(each) for each in clients]))
-        faults = [await Faults.on(*each, draw) for each in _shares(clients, plan)]
-        for each in clients:
-            ranks = len(await settled_pids(each, SETTLE_SECONDS))
-            if plan.together > ranks:
-                raise ConfigError("--together", plan.together, f"at most {ranks}, the ranks of the server")
+        shapes = [await shape_of(each) for each in clients]
+        report = Report(all(shape.exact for shape in shapes))
+        faults = [await Faults.on(*each, draw) for each in _shares(clients, shapes, plan)]
+        report.elsewhere = [rank for each in clients for rank in await _elsewhere(each, plan)]
         model = await client.model_info()
         if lengths.prompt[1] + lengths.output > model.max_context:
             allowed = f"at most {model.max_context} tokens with --max-new-tokens {lengths.output}"
@@ -219,6 +184,14 @@ async def run(
     return report
 
 
+async def _elsewhere(client: AsyncClient, plan: FaultPlan) -> list[int]:
+    """Ranks on other machines. Raises: ConfigError if too few are here."""
+    ranks = len(await settled_pids(client, SETTLE_SECONDS))
+    if plan.together > ranks:
+        raise ConfigError("--together", plan.together, f"at most {ranks}, the server's ranks here")
+    return await elsewhere(client)
+
+
 def _direct(client: AsyncClient) -> Ask:
     """Requests without a hand-off."""
 
@@ -228,16 +201,29 @@ def _direct(client: AsyncClient) -> Ask:
     return ask
 
 
-def _shares(clients: Sequence[AsyncClient], plan: FaultPlan) -> list[tuple[AsyncClient, FaultPlan]]:
-    """Each server's part of the losses, by its kinds of them: only the prefill server starts again itself."""
-    if len(clients) == 1:
-        return [(clients[0], plan)]
-    kinds = [kind for kind in plan.kinds if kind is not FaultKind.SERVER]
-    first = -(-plan.count * len(kinds) // (len(kinds) + len(plan.kinds)))
-    counts = first, plan.count - first
+def _shares(
+    clients: Sequence[AsyncClient], shapes: Sequence[ServerShape], plan: FaultPlan
+) -> list[tuple[AsyncClient, FaultPlan, ServerShape]]:
+    """Each server's part of the losses, by its kinds of them: only the prefill server starts again itself.
+
+    Raises: ConfigError if no server has several nodes, and one shall be lost.
+    """
+    kinds = [
+        [
+            kind
+            for kind in plan.kinds
+            if (kind is not FaultKind.NODE or shape.nodes > 1)
+            and (kind is not FaultKind.SERVER or number > 0)
+        ]
+        for number, shape in enumerate(shapes)
+    ]
+    if FaultKind.NODE in plan.kinds and all(shape.nodes == 1 for shape in shapes):
+        raise ConfigError("--kind", FaultKind.NODE, "used with a server of several nodes")
+    first = plan.count if len(clients) == 1 else -(-plan.count * len(kinds[0]) // sum(map(len, kinds)))
+    counts = (first, plan.count - first)[: len(clients)]
     return [
-        (client, replace(plan, count=count, kinds=each))
-        for client, count, each in zip(clients, counts, (kinds, plan.kinds), strict=True)
+        (client, replace(plan, count=count, kinds=each), shape)
+        for client, count, each, shape in zip(clients, counts, kinds, shapes, strict=True)
     ]
 
 
@@ -328,64 +314,11 @@ async def _left(client: AsyncClient) -> list[str]:
 
 
 async def _memory(client: AsyncClient) -> float:
-    """Resident memory of the ranks and of the process that started them, MiB."""
-    pids = list((await settled_pids(client, SETTLE_SECONDS)).values())
+    """Resident memory of the ranks of this machine and of the processes that started them, MiB."""
+    pids = set((await settled_pids(client, SETTLE_SECONDS)).values())
     found = 0
-    for pid in (*pids, parent_of(pids[0])):
+    for pid in pids | set(map(parent_of, pids)):
         with suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             found += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
     return found / 1024
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p99 and max; empty without values."""
-    if not values:
-        return {}
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
-    return {"p50": cuts[49], "p99": cuts[98], "max": max(values)}
-
-
-def as_dict(report: Report) -> dict[str, Any]:
-    """For --json; durations in seconds."""
-    return {
-        "good": report.good,
-        "exact": report.exact,
-        "streams": report.streams,
-        "rounds": report.rounds,
-        "faults": report.faults,
-        "errors": report.errors,
-        "differences": report.differences,
-        "left": report.left,
-        "recovery_seconds": quantiles(report.recoveries),
-        "pause_seconds": quantiles(report.pauses),
-        "longest_gap_seconds": {name: quantiles(values) for name, values in report.gaps.items()},
-        "first_token_seconds": {name: quantiles(values) for name, values in report.first_tokens.items()},
-        "handed_off": report.handed_off,
-        "same_tokens": report.same_tokens,
-        "memory_mib": report.memory_mib,
-    }
-
-
-def show(report: Report, console: Console) -> None:
-    """As tables."""
-    faults = ", ".join(f"{count} x {kind}" for kind, count in report.faults.items() if count)
-    rule = "to the last bit" if report.exact else "the number of tokens"
-    console.print(f"{report.streams} streams in {report.rounds} rounds: {faults}")
-    console.print(f"compared with an undisturbed run: {rule}")
-    if report.handed_off:
-        console.print(f"{report.handed_off} prompts were handed off")
-    table = Table("seconds", "p50", "p99", "max")
-    rows = {"recovery": report.recoveries, "pause of a change": report.pauses}
-    rows |= {f"longest gap, {k}": v for k, v in report.gaps.items()}
-    rows |= {f"first token, {k}": v for k, v in report.first_tokens.items()}
-    for name, values in rows.items():
-        if values:
-            table.add_row(name, *(f"{value:.2f}" for value in quantiles(values).values()))
-    console.print(table)
-    console.print("memory of the server: {:.0f} MiB before, {:.0f} after".format(*report.memory_mib))
-    problems = {"error": report.errors, "different": report.differences, "left": report.left}
-    for word, lines in problems.items():
-        for line in lines:
-            console.print(f"[red]{word}[/]: {line}", soft_wrap=True)
-    console.print("no stream shows a fault" if report.good else "[red]streams show faults[/]")

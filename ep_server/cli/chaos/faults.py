@@ -1,6 +1,7 @@
 """Kills and stalls the ranks of a server on this machine, one event after the other, and changes it.
 
-Signals no process but those the server names.
+Signals no process but those the server names, and the processes that started them. Of a server of several
+nodes, those of other hosts are left alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from ep_server.cli.chaos.changes import Bounds, Changes, bounds_of
 from ep_server.client import AsyncClient
 from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError, RankLost, Unavailable
-from ep_server.observability.fault_report import pid_space
+from ep_server.ranks.protocol import pid_space
 from ep_server.v1 import control_pb2
 
 LOOK_SECONDS = 0.05
@@ -30,17 +31,40 @@ class FaultKind(StrEnum):
     """kill: SIGKILL. stall: SIGSTOP; the server must notice the silence and end the process.
 
     server: SIGKILL of the process that started the ranks; they end with it. Others start the server again.
+    node: the same of a node that is not the first one. The other nodes go on, and take it in again.
     scale: other ranks shall serve. update: new weights, the same as before. These lose no rank.
     """
 
     KILL = "kill"
     STALL = "stall"
     SERVER = "server"
+    NODE = "node"
     SCALE = "scale"
     UPDATE = "update"
 
 
 LOSSES = (FaultKind.KILL, FaultKind.STALL)
+OF_PARENTS = (FaultKind.SERVER, FaultKind.NODE)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerShape:
+    """nodes: of the server. each: ranks of a node. exact: outputs are the same bits whatever is lost."""
+
+    nodes: int
+    each: int
+    exact: bool
+
+    def may_lose(self, rank: int, kind: FaultKind) -> bool:
+        """Whether a fault of this kind may hit the rank."""
+        if self.nodes == 1 or kind not in OF_PARENTS:
+            return kind is not FaultKind.NODE
+        return (rank < self.each) is (kind is FaultKind.SERVER)
+
+    def ended_with(self, rank: int, kind: FaultKind) -> range:
+        """Ranks that a fault at this one ends."""
+        first = rank - rank % self.each
+        return range(first, first + self.each) if kind in OF_PARENTS else range(rank, rank + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +106,15 @@ class FaultPlan:
 class Faults:
     """Loses ranks at random, and waits for each recovery; or makes a change."""
 
-    def __init__(self, client: AsyncClient, plan: FaultPlan, changes: Changes, draw: random.Random) -> None:
-        self.changes = changes
+    def __init__(
+        self,
+        client: AsyncClient,
+        plan: FaultPlan,
+        shape: ServerShape,
+        changes: Changes,
+        draw: random.Random,
+    ) -> None:
+        self.changes, self._shape = changes, shape
         self.done: list[Fault] = []
         self.losses: list[Loss] = []  # that the server has recovered from
         self._client, self._plan, self._draw = client, plan, draw
@@ -91,13 +122,18 @@ class Faults:
         self._stalled: dict[int, str] = {}  # by pid: when the process started
 
     @classmethod
-    async def on(cls, client: AsyncClient, plan: FaultPlan, draw: random.Random) -> Faults:
-        """Those of a plan. Raises: as bounds_of()."""
+    async def on(
+        cls, client: AsyncClient, plan: FaultPlan, shape: ServerShape, draw: random.Random
+    ) -> Faults:
+        """Those of a plan. Raises: ConfigError for a change that nodes do not make; as bounds_of()."""
         scales, updates = (kind in plan.kinds for kind in (FaultKind.SCALE, FaultKind.UPDATE))
+        if scales and shape.nodes > 1:
+            allowed = "others: ranks of several nodes join and leave with their node"
+            raise ConfigError("--kind", FaultKind.SCALE, allowed)
         bounds = Bounds()
         if scales or updates:
             bounds = await bounds_of(client, plan.scale_ranks, scales=scales, updates=updates)
-        return cls(client, plan, Changes(client, bounds, plan.recover_seconds, draw), draw)
+        return cls(client, plan, shape, Changes(client, bounds, plan.recover_seconds, draw), draw)
 
     @property
     def kinds(self) -> list[FaultKind]:
@@ -110,8 +146,8 @@ class Faults:
         """All faults of the plan. Raises: DeadlineExceeded without a recovery; EpServerError."""
         for _ in range(self._plan.count):
             await asyncio.sleep(self._draw.expovariate(1 / self._plan.every))
-            pids = await settled_pids(self._client, self._plan.recover_seconds)
             kind = next(self._turns)
+            pids = await self._pids(kind)
             if kind is FaultKind.SCALE:
                 await self.changes.scale()
             elif kind is FaultKind.UPDATE:
@@ -125,15 +161,34 @@ class Faults:
         """Losses and changes so far."""
         return len(self.losses) + len(self.changes.done)
 
+    async def _pids(self, kind: FaultKind) -> dict[int, int]:
+        """Processes of this machine that the fault may hit. A node may have to return first.
+
+        Raises: as settled_pids().
+        """
+        deadline = time.monotonic() + self._plan.recover_seconds
+        while True:
+            pids = await settled_pids(self._client, self._plan.recover_seconds)
+            if found := {rank: pid for rank, pid in pids.items() if self._shape.may_lose(rank, kind)}:
+                return found
+            if time.monotonic() > deadline:
+                seconds = self._plan.recover_seconds
+                raise DeadlineExceeded(
+                    f"no process on this machine for a fault of kind {kind} in {seconds:g} s"
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+
     async def _lose_some(self, pids: dict[int, int], kind: FaultKind) -> None:
-        kinds = [kind] if kind is FaultKind.SERVER else [each for each in self._plan.kinds if each in LOSSES]
+        kinds = [kind] if kind in OF_PARENTS else [each for each in self._plan.kinds if each in LOSSES]
         began, together = time.monotonic(), min(self._plan.together, len(pids))
+        together = 1 if kind in OF_PARENTS else together
         for number, rank in enumerate(self._draw.sample(sorted(pids), together)):
             if number:
                 await asyncio.sleep(self._plan.apart)
             self._lose(rank, pids[rank], self._draw.choice(kinds))
-        lost = frozenset(fault.rank for fault in self.done[-together:])
-        await self._recovered({pids[rank] for rank in lost}, began)
+        faults = self.done[-together:]
+        lost = frozenset(rank for one in faults for rank in self._shape.ended_with(one.rank, one.kind))
+        await self._recovered({pids[rank] for rank in lost if rank in pids}, began)
         self.losses.append(Loss(lost, began, time.monotonic()))
 
     def wake_stalled(self) -> None:
@@ -144,7 +199,7 @@ class Faults:
                     os.kill(pid, signal.SIGCONT)
 
     def _lose(self, rank: int, pid: int, kind: FaultKind) -> None:
-        if kind is FaultKind.SERVER:
+        if kind in OF_PARENTS:
             pid = parent_of(pid)
             if pid == 1:
                 raise ConfigError("--kind", kind, "others: nobody can start the first process again")
@@ -165,7 +220,7 @@ class Faults:
             if info.state == control_pb2.SERVER_STATE_LOST:
                 raise RankLost(f"the server gave up after {self.done[-1]}")
             serves = info.state == control_pb2.SERVER_STATE_SERVING
-            if serves and not lost & {rank.pid for rank in info.rank_info}:
+            if serves and not lost & set(pids_here(info).values()):
                 return
             if time.monotonic() > deadline:
                 seconds = self._plan.recover_seconds
@@ -173,10 +228,23 @@ class Faults:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def settled_pids(client: AsyncClient, seconds: float) -> dict[int, int]:
-    """Process of each rank, once all of them live and the server serves.
+def pids_here(info: control_pb2.GetServerInfoResponse) -> dict[int, int]:
+    """Process of each rank that runs on this machine."""
+    here = pid_space()
+    return {rank.rank: rank.pid for rank in info.rank_info if rank.pid_space == here}
 
-    Raises: ConfigError for a server elsewhere; DeadlineExceeded after `seconds`; EpServerError.
+
+async def elsewhere(client: AsyncClient) -> list[int]:
+    """Ranks that run on other machines, or in other pid namespaces: they cannot be signalled from here."""
+    info = await client.server_info()
+    here = pids_here(info)
+    return sorted(rank.rank for rank in info.rank_info if rank.rank not in here)
+
+
+async def settled_pids(client: AsyncClient, seconds: float) -> dict[int, int]:
+    """Process of each rank of this machine, once all of these live and the server serves.
+
+    Raises: ConfigError for a server without ranks here; DeadlineExceeded after `seconds`; EpServerError.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -187,14 +255,17 @@ async def settled_pids(client: AsyncClient, seconds: float) -> dict[int, int]:
                 raise
             await asyncio.sleep(LOOK_SECONDS)
             continue
-        if info.pid_space != pid_space():
-            raise ConfigError(
-                "--address", client.target.address, "a server of this machine and pid namespace"
-            )
+        pids = pids_here(info)
+        if info.rank_info and not pids:
+            allowed = "a server of this machine and pid namespace, or with a node here"
+            raise ConfigError("--address", client.target.address, allowed)
         if info.state == control_pb2.SERVER_STATE_LOST:
             raise RankLost("the server gave up")
-        pids = {rank.rank: rank.pid for rank in info.rank_info}
-        if info.state == control_pb2.SERVER_STATE_SERVING and None not in map(start_of, pids.values()):
+        if (
+            info.state == control_pb2.SERVER_STATE_SERVING
+            and pids
+            and None not in map(start_of, pids.values())
+        ):
             return pids
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"the server does not serve with all ranks within {seconds:g} s")
@@ -214,8 +285,8 @@ def parent_of(rank: int) -> int:
     return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-async def check_recovers(client: AsyncClient) -> bool:
-    """Whether outputs must equal those of an undisturbed run, bit for bit.
+async def shape_of(client: AsyncClient) -> ServerShape:
+    """The shape of a server that recovers.
 
     Raises: ConfigError for a server that a lost rank ends; EpServerError.
     """
@@ -224,9 +295,8 @@ async def check_recovers(client: AsyncClient) -> bool:
     except EpServerError as error:
         allowed = "a server with the Control service (grpc.control)"
         raise ConfigError("--address", str(error), allowed) from error
-    if config["resilience.on_rank_loss"] != '"recover"' or config["cluster.nodes"] != "1":
-        raise ConfigError(
-            "resilience.on_rank_loss", config["resilience.on_rank_loss"], "recover, on a server of one node"
-        )
+    if config["resilience.on_rank_loss"] != '"recover"':
+        raise ConfigError("resilience.on_rank_loss", config["resilience.on_rank_loss"], "recover")
     on_cpu = config["parallel.device"] == '"cpu"'
-    return on_cpu and config["model.dtype"] == '"float32"' and config["exchange.reduction"] == '"source"'
+    plain = config["model.dtype"] == '"float32"' and config["exchange.reduction"] == '"source"'
+    return ServerShape(int(config["cluster.nodes"]), int(config["parallel.ranks"]), on_cpu and plain)

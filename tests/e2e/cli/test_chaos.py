@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ep_server.cli.chaos.faults import FaultKind, ServerShape, pids_here
 from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Lengths, draw_requests, seen
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
@@ -20,8 +21,12 @@ from ep_server.config import Config
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.protocol import pid_space
 from ep_server.ranks.restarting import RestartingRanks
 from ep_server.records import FinishReason
+from ep_server.v1 import control_pb2
+from tests.support.cluster.nodes import nodes
+from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import serving
 
 WAIT = 240.0
@@ -67,7 +72,7 @@ async def test_losses_change_nothing_until_one_too_many(capfd: pytest.CaptureFix
         assert (
             report["good"]
             and report["exact"]
-            and report["faults"] == {"kill": 2, "stall": 0, "server": 0, "scale": 0, "update": 0}
+            and report["faults"] == {"kill": 2, "stall": 0, "server": 0, "node": 0, "scale": 0, "update": 0}
         )
         assert report["streams"] == 7 * report["rounds"] and len(report["recovery_seconds"]) == 3
         assert report["longest_gap_seconds"]["lost rank"] and not report["left"]
@@ -152,10 +157,10 @@ async def test_servers_that_cannot_be_tried_are_refused(capfd: pytest.CaptureFix
         assert await chaos(served.server) == 1
         assert "resilience.on_rank_loss" in capfd.readouterr().err
     async with serving(resilience__on_rank_loss="recover") as served:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ep_server.frontend.control.pid_space", lambda: "another host")
-            assert await chaos(served.server) == 1
+        assert await chaos(served.server) == 1  # its ranks are no processes
         assert "must be a server of this machine" in capfd.readouterr().err
+        assert await chaos(served.server, "--kind", "node") == 1
+        assert "used with a server of several nodes" in capfd.readouterr().err
         assert await chaos(served.server, "--kind", "server") == 1
         assert "used with --prefill" in capfd.readouterr().err
         assert await chaos(served.server, "--prompt-tokens", "5", "4") == 1
@@ -166,6 +171,57 @@ async def test_servers_that_cannot_be_tried_are_refused(capfd: pytest.CaptureFix
         assert "--scale-ranks" in capfd.readouterr().err
         assert await chaos(served.server, "--kind", "update", "--prefill", "127.0.0.1:1") == 1
         assert "--prefill" in capfd.readouterr().err
+
+
+async def test_ranks_and_nodes_of_a_server_of_several(capfd: pytest.CaptureFixture[str]) -> None:
+    """Both nodes are processes of this machine; the second one is started again whenever it has ended."""
+    needs("system")
+    options = ("--model-dtype", "float32", "--exchange-reduction", "source", "--resilience-max-losses", "100")
+    async with nodes(count=2, options=(*options, "--exchange-timeout-seconds", "10")) as made:
+        for each in [await made.start(node) for node in range(2)]:
+            await each.serving()
+
+        async def supervise() -> None:
+            while True:
+                await made.started[-1].inner.wait()
+                await made.start(1)
+
+        supervisor = asyncio.create_task(supervise())
+        arguments = ["chaos", "--address", made.started[0].address, "--json", *LOAD, *SELDOM, "--faults", "3"]
+        kinds = ["--kind", "node", "--kind", "kill"]
+        try:
+            async with asyncio.timeout(WAIT):
+                assert await asyncio.to_thread(main, [*arguments, *kinds]) == 0
+                report = json.loads(capfd.readouterr().out)
+                assert await asyncio.to_thread(main, [*arguments, "--kind", "scale"]) == 1
+        finally:
+            supervisor.cancel()
+        assert "join and leave with their node" in capfd.readouterr().err
+        assert report["good"] and report["exact"] and report["ranks_elsewhere"] == []
+        assert report["faults"]["node"] == 2 and report["faults"]["kill"] == 1
+
+
+def test_processes_of_other_machines_are_left_alone() -> None:
+    spaces = [pid_space(), "another boot", pid_space(), ""]
+    info = control_pb2.GetServerInfoResponse(
+        rank_info=[
+            control_pb2.RankInfo(rank=rank, pid=100 + rank, pid_space=space)
+            for rank, space in enumerate(spaces)
+        ]
+    )
+    assert pids_here(info) == {0: 100, 2: 102}
+
+
+def test_which_ranks_a_fault_may_hit() -> None:
+    one, two = ServerShape(1, 3, exact=True), ServerShape(2, 3, exact=True)
+    hit = {
+        (shape.nodes, kind.value): [rank for rank in range(6) if shape.may_lose(rank, kind)]
+        for shape in (one, two)
+        for kind in (FaultKind.KILL, FaultKind.SERVER, FaultKind.NODE)
+    }
+    assert hit[1, "kill"] == hit[1, "server"] == hit[2, "kill"] == [*range(6)] and hit[1, "node"] == []
+    assert hit[2, "server"] == [0, 1, 2] and hit[2, "node"] == [3, 4, 5]
+    assert [*two.ended_with(4, FaultKind.NODE)] == [3, 4, 5] and [*two.ended_with(4, FaultKind.KILL)] == [4]
 
 
 def test_every_kind_of_request_is_asked() -> None:
