@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Pace
@@ -214,6 +215,8 @@ class Delivery:
         self._serving([ready.rank for ready in restarted.ready])
         for active in self._requests:
             active.submitted = active.submitted and active.rank in restarted.kept
+            if active.rank not in restarted.kept:  # a handle of its KV blocks names the process before
+                active.request = replace(active.request, hold=b"")
         for rank, count in enumerate(self._requests.ranks):
             if rank not in restarted.kept:
                 count.admitted = 0

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 KEY_BYTES = 16
 MAX_ADDRESS = 300  # characters; a host name has at most 253
 RELEASE_SECONDS = 10.0
+OTHER_WEIGHTS = 2**32 - 1  # no version of ours: the rank has the other server free its blocks
 SENDS, FETCHES = ("prefill", "both"), ("decode", "both")
 
 
@@ -71,8 +72,8 @@ class Handoffs:
             raise InvalidArgument("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
         return await self._engine.release_kv(key, RELEASE_SECONDS)
 
-    async def _source(self, handle: Any, prompt: Sequence[int]) -> KvSource | None:
-        """None if it cannot be used, though nothing is wrong with it. Raises: InvalidArgument."""
+    async def _source(self, handle: Any, prompt: Sequence[int]) -> KvSource:
+        """Raises: InvalidArgument."""
         if len(handle.key) != KEY_BYTES:
             raise InvalidArgument("kv_handle.key", f"{len(handle.key)} bytes", f"{KEY_BYTES} bytes")
         for name, value in (("address", handle.address), ("local", handle.local)):
@@ -86,12 +87,12 @@ class Handoffs:
             raise InvalidArgument("kv_handle.prompt", shown, "the digest of this prompt's first tokens")
         if handle.format != (own := self.format):
             raise InvalidArgument("kv_handle.format", handle.format, f"{own!r}, as of this server")
+        version, _ = self._engine.weights
         if handle.weights != (mine := await self._own_weights()):
             log.warning(
                 "kv_handle.weights = %r, this server has %r: computing the prompt here", handle.weights, mine
             )
-            return None
-        version, _ = self._engine.weights
+            version = OTHER_WEIGHTS
         return KvSource(handle.address, handle.local, handle.key, handle.tokens, version)
 
     def _check_role(self, name: str, value: str, roles: Sequence[str]) -> None:

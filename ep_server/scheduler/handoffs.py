@@ -123,14 +123,19 @@ class Handoffs:
         start = first * seq.block_size
         tokens = min(source.tokens, len(seq.request.prompt_ids), len(seq.tokens) - 1) - start
         if tokens <= 0 or source.weights != seq.weights or seq.scored < seq.score_end:
-            seq.fetched = True
-            self._fetches.append(KvFetch(0, source, 0, (), 0))
+            self.abandon(seq)
             return 0
         self._tickets -= 1
         seq.loading = self._tickets
         blocks = tuple(seq.blocks[first : first + self._ledger.blocks_for(tokens)])
         self._fetches.append(KvFetch(seq.loading, source, start, blocks, tokens))
         return tokens
+
+    def abandon(self, seq: ScheduledSequence) -> None:
+        """Nothing is fetched for a sequence any more: the other server may free its blocks."""
+        if seq.request.source is not None and not seq.fetched:
+            seq.fetched = True
+            self._fetches.append(KvFetch(0, seq.request.source, 0, (), 0))
 
     def arrived(self, ticket: int, tokens: int) -> None:
         """A fetch has ended with so many leading tokens of its blocks. KvTables.loaded() goes on."""

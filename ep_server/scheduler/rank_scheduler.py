@@ -377,6 +377,8 @@ class RankScheduler:
             self._leave_running(seq, finished=event is Event.FINISH)
         elif not self._siblings.holds(seq):
             self._waiting.remove(seq)
+        if event is not Event.FINISH:
+            self.handoffs.abandon(seq)
         seq.advance(event)
         del self._live[seq.number]
         self._queue(self._siblings.leave(seq))

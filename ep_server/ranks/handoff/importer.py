@@ -132,6 +132,8 @@ class KvImporter:
                 self._counts["handoff_bytes/received"] += each.arrived * self._rows.row_bytes
                 self._counts["handoff_ns"] += int((time.monotonic() - each.began) * 1e9)
             self._some.set()
+        if not complete and not each.dropped:  # else the scheduler says what becomes of the blocks
+            self._release(each.fetch)
 
     def _release(self, fetch: KvFetch) -> None:
         """Has the other server free its blocks; if it does not answer, it frees them later."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -160,11 +162,72 @@ async def test_what_does_not_fit_is_named(servers: Pair) -> None:
 
 async def test_other_weights_are_not_used(servers: Pair) -> None:
     prefill, decode = servers
-    ids = prompt(90)
+    ids, before = prompt(90), await used(prefill)
     handle = await held(prefill, ids)
     handle.weights = "0" * 32
     output = await continued(decode, ids, handle, **GREEDY)
     assert output.finished.usage.cached_tokens == 0
+    await nothing_held(prefill, before)
+
+
+async def handle_of(events: AsyncIterator[Any]) -> Any:
+    """As soon as the prefill server gives it."""
+    async for event in events:
+        if event.HasField("kv_handle"):
+            return event.kv_handle
+    raise AssertionError("no handle")
+
+
+async def nothing_held(server: Running, before: int = 0) -> None:
+    """Long before handoff.hold_seconds. before: blocks that others hold."""
+    async with asyncio.timeout(WAIT / 2):
+        while await used(server) > before:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_cancelled_fetch_frees_the_blocks_of_the_other_server() -> None:
+    """Also where its request waits: the decode server's only place is taken."""
+    async with pair(decode={"scheduler__max_running": 1}) as (prefill, decode):
+        first = decode.client.generate(prompt(1), max_new_tokens=150, ignore_eos=True, timeout=WAIT)
+        await anext(aiter(first))
+        handle = await held(prefill, prompt(2))
+        assert await used(prefill)
+        second = decode.client.generate(prompt(2), kv_handle=handle, timeout=WAIT, **GREEDY)
+        await anext(aiter(second))
+        second.cancel()
+        await nothing_held(prefill)
+        first.cancel()
+
+
+async def test_blocks_are_freed_after_a_fetch_that_takes_too_long() -> None:
+    """The prefill runs on, in many steps; what it computes then is held for nobody."""
+    slow = {"scheduler__max_step_tokens": 1}
+    async with pair(slow, {"handoff__timeout_seconds": 0.1}) as (prefill, decode):
+        call = prefill.client.generate(prompt(5), max_new_tokens=1, hold_kv=True, timeout=WAIT)
+        events = aiter(call)
+        handle = await handle_of(events)
+        output = await continued(decode, prompt(5), handle, **GREEDY)
+        alone = await decode.client.complete(prompt(5), timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+        assert output.token_ids == alone.token_ids
+        async for _ in events:
+            pass
+        await nothing_held(prefill)
+
+
+async def test_a_prompt_whose_rank_was_lost_is_held_for_nobody() -> None:
+    """Its handle names the rank before. The prefill ends all the same, at another rank or process."""
+    often = {"resilience__on_rank_loss": "recover", "resilience__rank_losses": 0, "resilience__max_losses": 9}
+    slow = {"scheduler__max_step_tokens": 1, "parallel__ranks": 2, "scheduler__kv_blocks": 128}
+    async with serving("prefill", **often, **slow) as prefill:
+        call = prefill.client.generate(
+            prompt(6), max_new_tokens=1, hold_kv=True, dp_rank=1, timeout=WAIT, ignore_eos=True
+        )
+        events = aiter(call)
+        assert (await handle_of(events)).key
+        os.kill(prefill.ranks.pids[1], signal.SIGKILL)
+        last = [event async for event in events][-1]
+        assert last.HasField("finished")
+        await nothing_held(prefill)
 
 
 async def test_blocks_that_nobody_needs_are_freed(servers: Pair) -> None:
