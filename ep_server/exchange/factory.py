@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import Abortable, Exchange
 from ep_server.exchange.fabric.settings import EndpointAddress, FabricOptions
-from ep_server.exchange.spec import ExchangeSpec, Payload, Waiting, control_spec
+from ep_server.exchange.spec import DeviceMemory, ExchangeSpec, Payload, Waiting, control_spec
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ep_server.exchange.bulk import BulkExchange
     from ep_server.exchange.fabric.device_rows import DeviceRows
     from ep_server.exchange.host import HostExchange, HostGroup
-    from ep_server.exchange.nvlink.sizes import DeviceMemory
 
 
 class Transport(Enum):

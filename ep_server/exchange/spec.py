@@ -167,6 +167,23 @@ def group_bytes(spec: ExchangeSpec) -> int:
     return _C.Layout(geometry_of(spec)).group_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a GPU for the exchange of its rank, bytes.
+
+    slots: for few rows. heap: for many. step: what a step of many rows takes for a time.
+    """
+
+    slots: int
+    heap: int = 0
+    step: int = 0
+
+    @property
+    def held(self) -> int:
+        """As long as the exchange is open."""
+        return self.slots + self.heap
+
+
 def check_segment(spec: ExchangeSpec, segment: _C.Geometry) -> None:
     """Raises ConfigError for the first field in which a rank differs from the group's segment."""
     own = geometry_of(spec)

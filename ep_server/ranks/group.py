@@ -10,14 +10,13 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ep_server.config import Config, SchedulerConfig
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
 from ep_server.exchange.factory import Topology, device_memory, replaces_ranks
 from ep_server.exchange.segment import available_memory
-from ep_server.exchange.spec import group_bytes
+from ep_server.exchange.spec import DeviceMemory, group_bytes
 from ep_server.models.families import ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
@@ -34,9 +33,6 @@ from ep_server.ranks.slots import (
     with_spares,
 )
 from ep_server.scheduler.placement import Placement, place_experts, slots_lacking, slots_needed
-
-if TYPE_CHECKING:
-    from ep_server.exchange.nvlink.sizes import DeviceMemory
 
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
 # Sequences of a rank. With fewer, sending all rows through host memory is faster (docs/design-notes).

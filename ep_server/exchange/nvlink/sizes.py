@@ -6,27 +6,11 @@ they return.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ep_server import _C
-from ep_server.exchange.spec import FP8, ExchangeSpec, Reduction, geometry_of, hidden_multiple
+from ep_server.exchange.spec import FP8, DeviceMemory, ExchangeSpec, Reduction, geometry_of, hidden_multiple
 
 BF16_BYTES = 2
 ACCESS = 16  # bytes that a GPU moves at once
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Of one rank. slots: for few rows. heap: for many. step: what a step of many rows takes for a time."""
-
-    slots: int
-    heap: int = 0
-    step: int = 0
-
-    @property
-    def held(self) -> int:
-        """As long as the exchange is open."""
-        return self.slots + self.heap
 
 
 def has_normal(spec: ExchangeSpec) -> bool:
