@@ -475,11 +475,13 @@ def test_a_port_is_taken_over_from_the_group_before() -> None:
     assert after.address == before.address and after.local != before.local
     after.show([KvExport(1, KEY, 5, (1,), held=True)])
     before.close()
-    end, arrived = time.monotonic() + WAIT, 0
-    while not arrived:  # nobody listens for a moment
+    end, listens = time.monotonic() + WAIT, False
+    while not listens:  # nobody does for a moment
         assert time.monotonic() < end
-        source = KvSource(after.address, "", KEY, 5)
-        arrived = fetched(KvImporter(rows_of(own), WAIT, 5), KvFetch(-1, source, 0, (1,), 5))
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+            listens = True
+    source = KvSource(after.address, "", KEY, 5)
+    arrived = fetched(KvImporter(rows_of(own), WAIT, 5), KvFetch(-1, source, 0, (1,), 5))
     after.close()
     assert arrived == 5 and torch.equal(own.rows((1,)), cache.rows((1,)))
 
