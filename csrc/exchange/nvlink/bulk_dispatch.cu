@@ -100,13 +100,13 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
   open_bulk(g, Op::kDispatch, &a.target, o);
   const uint32_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const uint32_t keeping = keeping_blocks(gridDim.x), sending = gridDim.x - keeping;
-  const uint32_t block = blockIdx.x - keeping, own = 1u << g.rank, others = keeping == 0 ? kFull : ~own;
-  if (o.alive && blockIdx.x < keeping) {
-    copy_rows(g, a, o, own, warp * keeping + blockIdx.x, warps * keeping);
+  const uint32_t own = 1u << g.rank, others = keeping == 0 ? kFull : ~own;
+  if (o.alive && blockIdx.x >= sending) {
+    copy_rows(g, a, o, own, warp * keeping + blockIdx.x - sending, warps * keeping);
   } else if (o.alive && warp < kSendingWarps) {
-    copy_rows(g, a, o, others, warp * sending + block, kSendingWarps * sending);
+    copy_rows(g, a, o, others, warp * sending + blockIdx.x, kSendingWarps * sending);
   } else if (o.alive) {
-    write_data(g, a, o, (warp - kSendingWarps) * sending + block, (warps - kSendingWarps) * sending);
+    write_data(g, a, o, (warp - kSendingWarps) * sending + blockIdx.x, (warps - kSendingWarps) * sending);
   }
   if (o.alive && a.fill) fill_rest(g, a);
   close_bulk(g, o);

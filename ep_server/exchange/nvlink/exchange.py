@@ -390,8 +390,9 @@ class NvlinkExchange:
         mode = combine_mode(self.spec, reduction, wire, frozenset(Wire))
         handle: DeviceHandle = handle_of(received, launcher.generation)
         if handle.state.combining:
-            given = "of a combine whose hook was not called"
-            raise InvalidArgument("received.handle", given, "of one at a time")
+            raise InvalidArgument(
+                "received.handle", "of a combine whose hook was not called", "of one at a time"
+            )
         self.shapes.check_outputs(expert_out, received.view, handle.state.rows)
         check_combine_weights(
             self.spec, self.shapes.device, handle, weights, mode.reduction, pushes_weights=True
