@@ -335,10 +335,8 @@ class NvlinkExchange:
         self._open().group.set_faults(encode_device_faults(faults, self.spec))
 
     def inject_delay(self, delay_seconds: float) -> NvlinkDelay:
-        """For measurements: what peers send from now on becomes visible so much later; see NvlinkDelay.
-
-        Collective; no operation may be running. Raises: ConfigError.
-        """
+        """Makes what peers send visible so much later, for measurements; see NvlinkDelay. Collective;
+        no operation may be running. Raises: ConfigError."""
         if self._normal is not None:
             raise ConfigError("delay_seconds", delay_seconds, "of an exchange without those for many rows")
         return self._open().inject_delay(delay_seconds, self._control.barrier)
