@@ -61,6 +61,9 @@ class Round:
     def on_running(self, rank: int, sequences: int) -> None:
         pass
 
+    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
+        pass
+
     def on_kv_events(self, batch: KvEventBatch) -> None:
         pass
 

@@ -94,6 +94,11 @@ class GroupEvents:
         if self._active:
             self._listener.on_running(self._numbers[rank], sequences)
 
+    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
+        """As RankListener.on_begun."""
+        if self._active:
+            self._listener.on_begun(self._numbers[rank], numbers)
+
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """As RankListener.on_kv_events."""
         if self._active:

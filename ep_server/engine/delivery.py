@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 # A call's own deadline cancels it a moment before the same deadline of the request passes.
 DEADLINE_SLACK_SECONDS = 0.05
-MAX_LOSSES = 2  # of ranks that a request survives without a token in between
+MAX_LOSSES = 2  # of ranks that computed a request, which it survives without a token in between
 
 
 class Delivery:
@@ -129,6 +129,13 @@ class Delivery:
         """Keeps how many sequences a rank runs."""
         self._requests.ranks[rank].admitted = sequences
 
+    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
+        """From now on, these requests may be why the rank is lost."""
+        for number in numbers:
+            active = self._requests.with_number(number)
+            if active is not None and active.rank == rank:
+                active.begun = True
+
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """Passes changes of a rank's prefix cache to the subscribers."""
         if not self.down:
@@ -142,7 +149,9 @@ class Delivery:
         """Counts the loss, for the rank and for each of its requests."""
         self._observer.on_rank_lost(rank, cause)
         for active in self._requests:
-            active.losses += active.rank == rank
+            if active.rank == rank:
+                active.losses += 1
+                active.suspected += active.begun
 
     def on_group(self, state: GroupState) -> None:
         """Another generation serves."""
@@ -171,6 +180,7 @@ class Delivery:
             if active.rank == rank and self.group is not None:  # else moved with another one of its call
                 self._requests.give(active, self.group.ready, tokens)
             self._ranks.submit(active.rank, active.continued())
+            active.begun = False
         log.info("rank %d left: its %d requests continue at other ranks", rank, len(left))
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
@@ -215,6 +225,7 @@ class Delivery:
         self._serving([ready.rank for ready in restarted.ready])
         for active in self._requests:
             active.submitted = active.submitted and active.rank in restarted.kept
+            active.begun = active.begun and active.submitted
             if active.rank not in restarted.kept:  # a handle of its KV blocks names the process before
                 active.request = replace(active.request, hold=b"")
         for rank, count in enumerate(self._requests.ranks):
@@ -241,7 +252,7 @@ class Delivery:
     def resume(self) -> int:
         """Gives every open request that no rank has to its rank, oldest first. Returns: how many.
 
-        One that has seen MAX_LOSSES without a token ends: it may be the cause.
+        One that more than MAX_LOSSES ranks have computed, and not to a token, ends: it may be the cause.
         """
         self.down = False
         self.orders.begin()
@@ -252,8 +263,9 @@ class Delivery:
         waiting = [active for active in self._requests if not active.submitted]
         self.phases.resumed(active.request.number for active in waiting if active.output_tokens)
         for active in sorted(waiting, key=lambda active: active.request.number):
-            if active.losses > MAX_LOSSES:
-                why = f"{self.lost_message}; it was lost {active.losses} times without a token in between"
+            if active.suspected > MAX_LOSSES:
+                times = f"{active.suspected} times while it was computed, without a token in between"
+                why = f"{self.lost_message}; it was lost {times}"
                 self.fail(active, Event.FAIL, RankLost(why), at_rank=False)
             else:
                 self._ranks.submit(active.rank, active.continued())
@@ -305,7 +317,7 @@ class Delivery:
             active.max_gap = max(active.max_gap, gap)
             self._observer.on_token_gap(gap)
         active.last_at = now
-        active.losses = 0
+        active.losses = active.suspected = 0
         if self.phases.continuing:
             self.phases.token(active.request.number)
         active.output.append(event.token_id)

@@ -184,14 +184,12 @@ class Generations:
         return Restarted([self._board.ready[rank] for rank in sorted(live)], live - new, seconds)
 
     def _without(self, dead: Collection[int]) -> tuple[frozenset[int], Placement | None]:
-        """The live ranks and placement of the next generation: all of now, if the others cannot go on."""
+        """The live ranks and placement of the next generation: as now, if no others can go on."""
         others = self.live - set(dead)
         if others and self.placement is not None and dead:
             placement = next_placement(self.placement, others)
             if placement is not None:
                 return others, placement
-        if not others:
-            raise StartupError("all ranks are lost")
         return self.live, self.placement
 
     def _regroup(

@@ -286,13 +286,10 @@ class RankProcesses:
             listener.on_tokens(rank, events_of(message.tokens))
         elif kind == "prompt_logprobs":
             listener.on_prompt_logprobs(rank, prompt_logprobs_of(message.prompt_logprobs))
-        elif kind == "freed":
-            listener.on_freed(rank, message.freed.number)
         elif kind == "statistics":
             listener.on_statistics(statistics_of(message.statistics))
-        elif kind == "request_failed":
-            failed = message.request_failed
-            listener.on_request_failed(rank, failed.number, request_error_of(rank, failed))
+        elif kind in ("begun", "freed", "request_failed"):
+            _tell_of_requests(listener, rank, message)
         elif kind == "running":
             listener.on_running(rank, message.running)
         elif kind == "kv_events":
@@ -389,3 +386,14 @@ class RankProcesses:
         else:
             for rank in sorted(lost):
                 self._listener.on_rank_lost(rank, loss_cause(signs, rank))
+
+
+def _tell_of_requests(listener: RankListener, rank: int, message: pb.FromRank) -> None:
+    kind = message.WhichOneof("kind")
+    if kind == "begun":
+        listener.on_begun(rank, message.begun.numbers)
+    elif kind == "freed":
+        listener.on_freed(rank, message.freed.number)
+    else:
+        failed = message.request_failed
+        listener.on_request_failed(rank, failed.number, request_error_of(rank, failed))

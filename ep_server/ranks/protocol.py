@@ -75,6 +75,10 @@ class RankListener(Protocol):
         """Sequences that a rank runs now, in prefill or decode; after a step that changed their number."""
         ...
 
+    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
+        """Requests that are in a step of a rank for the first time since submit(); before it runs."""
+        ...
+
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """Changes of a rank's prefix cache, while watch_cache() is on."""
         ...

@@ -118,14 +118,17 @@ class StepMeter:
         self._arrived.pop(number, None)
         self._queued.pop(number, None)
 
-    def began(self, batch: StepBatch, now: int) -> None:
-        """A planned step is about to run."""
+    def began(self, batch: StepBatch, now: int) -> list[int]:
+        """A planned step is about to run. Returns: numbers of the requests whose first one it is."""
+        begun = []
         if self._arrived:
             for piece in batch.slices:
                 arrived = self._arrived.pop(piece.number, None)
                 if arrived is not None:
                     self._queue.add(now - arrived)
                     self._queued[piece.number] = now - arrived
+                    begun.append(piece.number)
+        return begun
 
     def with_queue_times(self, events: Sequence[TokenEvent]) -> Sequence[TokenEvent]:
         """The events; a request's first one carries its queue time."""

@@ -189,7 +189,8 @@ class RankWorker:
         elif not run:
             self._handoff.wait(MASK_LOOK_SECONDS)
         if run:
-            self._meter.began(batch, planned)
+            if begun := self._meter.began(batch, planned):
+                self._send(pb.FromRank(begun=pb.Begun(numbers=begun)))
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
             launched = self._runner.launch(batch, count, bucket, self._modes.chosen(verdict, bucket, count))

@@ -94,6 +94,7 @@ class FakeRanks:
         self._orders: list[tuple[RankOrder, int]] = []
         self._preparing: PrepareWeights | None = None
         self._drawn: dict[int, int] = {}
+        self._begun = set[int]()
         self._cancels: list[tuple[int, int]] = []
         self._steps = [0] * self.num_ranks
         self._tokens = [0] * self.num_ranks
@@ -182,6 +183,10 @@ class FakeRanks:
         for _ in range(count):
             self._run_step()
 
+    def begin(self, rank: int) -> None:
+        """All requests of the rank are in its next step, which does not end."""
+        self._told().on_begun(rank, sorted(self._schedulers[rank].live))
+
     def kill(self, rank: int, message: str = "exit code -9") -> None:
         """The rank dies, and the group with it."""
         self._dead = True
@@ -233,6 +238,9 @@ class FakeRanks:
                 if piece.scored is not None and scheduler.is_live(piece.number):
                     for part in _scored(piece).parts():
                         self._told().on_prompt_logprobs(rank, part)
+            if begun := {piece.number for piece in batch.slices} - self._begun:
+                self._begun |= begun
+                self._told().on_begun(rank, sorted(begun))
             events = [self._timed(rank, event) for event in scheduler.commit(batch, self._sample(batch))]
             self._steps[rank] += 1
             self._tokens[rank] += batch.num_tokens

@@ -107,6 +107,20 @@ Status await_leases(Group& group, uint64_t peers, uint32_t generation) {
   return {};
 }
 
+// The newest epoch that any rank has written into this rank's region, or `epoch` if that is newer.
+uint64_t newest_written(const Group& group, uint64_t epoch) {
+  const auto look = [&](uint64_t offset) {
+    const int32_t newer = int32_t(cell_epoch(load_cell(group.own(), offset)) - uint32_t(epoch));
+    if (newer > 0) epoch += uint32_t(newer);
+  };
+  for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
+    for (Op op : {Op::kDispatch, Op::kCombine})
+      for (uint32_t bank = 0; bank < group.geometry.num_banks; ++bank) look(Head::header(op, bank, peer));
+    for (uint32_t bank = 0; bank < kVoteBanks; ++bank) look(Head::vote(bank, peer));
+  }
+  return epoch;
+}
+
 }  // namespace
 
 Status open_bank(Group& group, Op op, bool many) {
@@ -215,6 +229,9 @@ Status reset(Group& group, uint64_t dead, uint32_t generation) {
   const uint32_t bank = generation % kVoteBanks;  // a rank may be one reset ahead, never two
   uint64_t epoch =
       std::max({group.of(Op::kDispatch).last(), group.of(Op::kCombine).last(), group.vote_epoch});
+  // Another process may have been this rank before: if all ranks are new, nobody knows the last epoch.
+  // Read once: if this call is repeated, others may have begun the new generation meanwhile.
+  if (!std::exchange(group.was_reset, true)) epoch = group.vote_epoch = newest_written(group, epoch);
   const uint64_t peers = group.all() & ~dead;
   const uint64_t masked = group.masked.exchange(dead, std::memory_order_acq_rel);
   if (group.carrier != nullptr) {

@@ -85,6 +85,7 @@ struct Group {
   std::array<Banks, kBankedOps> banks;
   std::array<uint64_t, kBankedOps> opened{};  // epoch for which open_bank() last waited
   uint64_t vote_epoch = 0;
+  bool was_reset = false;  // reset() was called
 
   Statistics statistics;
   FaultPlan faults;

@@ -36,6 +36,15 @@ async def two_killed(losing: Losing, draw: random.Random) -> None:
     losing.signal(second)
 
 
+async def all_killed(losing: Losing, draw: random.Random) -> None:
+    """At once, or the last one once the others are known to be lost."""
+    order = draw.sample(range(RANKS), RANKS)
+    for rank in order[:-1]:
+        losing.signal(rank)
+    await asyncio.sleep(draw.choice([0.0, draw.uniform(0.0, 1.0)]))
+    losing.signal(order[-1])
+
+
 async def killed_twice(losing: Losing, draw: random.Random) -> None:
     """The process that takes the place of the lost one is killed while it starts."""
     group, rank = losing.group(), draw.randrange(RANKS)
@@ -113,6 +122,18 @@ async def test_the_others_go_on_and_a_rank_that_fails_twice_stays_out() -> None:
         assert group is lost.group()
 
 
+async def test_new_processes_take_the_places_of_all_ranks() -> None:
+    """What the ranks shared and the process on standby are kept. A place is empty when its rank is lost."""
+    async with losing() as lost:
+        expected, group = [seen(output) for output in await run_all(lost.client, ASKED)], lost.group()
+        pids = set(group.pids)
+        await lose(lost, all_killed, random.Random(2), expected)
+        assert lost.group() is group and not pids & set(group.pids)
+        await lose(lost, all_killed, random.Random(3), expected)
+        await balanced(lost)
+        assert lost.group() is group
+
+
 async def kill(losing: Losing, draw: random.Random, rank: int) -> None:
     losing.signal(rank)
 
@@ -120,7 +141,8 @@ async def kill(losing: Losing, draw: random.Random, rank: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("loss", "times"), [(killed, 200), (two_killed, 50), (killed_twice, 20), (broken, 20), (stopped, 10)]
+    ("loss", "times"),
+    [(killed, 200), (two_killed, 50), (all_killed, 20), (killed_twice, 20), (broken, 20), (stopped, 10)],
 )
 async def test_many_losses_change_no_output(loss: Loss, times: int) -> None:
     draw = random.Random(times)

@@ -185,13 +185,34 @@ async def test_a_request_that_kills_its_ranks_ends_alone() -> None:
         for _ in range(3):
             recovered = len(served.heard.recovered)
             (active,) = served.server.engine._requests
+            ranks.begin(active.rank)
             ranks.kill(active.rank)  # wherever it runs again
             await served.until(lambda before=recovered: len(served.heard.recovered) > before)
             ranks.hold()
-        assert (await failure(bad)).code() is Code.UNAVAILABLE
+        error = await failure(bad)
+        assert error.code() is Code.UNAVAILABLE
+        assert error.details().endswith("lost 3 times while it was computed, without a token in between")
         good = served.client.generate([7], max_new_tokens=2)
         ranks.release()
         assert [t for e in await rest(good) for t in e.tokens.token_ids] == [8, 9]
+
+
+async def test_losses_while_a_request_waits_do_not_end_it() -> None:
+    """It was in a step of two of five ranks that were lost."""
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=4)
+        await next_event(call)
+        for loss in range(5):
+            (active,) = served.server.engine._requests
+            if loss % 2:
+                ranks.begin(active.rank)
+            ranks.kill(active.rank)
+            await served.until(lambda loss=loss: len(served.heard.recovered) > loss)
+            ranks.hold()
+        ranks.release()
+        assert [t for e in await rest(call) for t in e.tokens.token_ids] == [2, 3, 4, 5]
 
 
 async def test_too_many_losses_end_the_server(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,12 +47,14 @@ class Heard:
         self.mirrors = {rank: CacheMirror() for rank in range(RANKS)}
         self.done: dict[int, OrderDone] = {}
         self.running: dict[int, int] = {}
+        self.begun: defaultdict[int, set[int]] = defaultdict(set)
         self.lost: list[str] = []
         self.changed = asyncio.Event()
 
     def on_tokens(self, rank: int, events: Sequence[TokenEvent]) -> None:
         for event in events:
             self.events[event.number].append(event)
+            assert event.number in self.begun[rank]
             assert self.rank_of.setdefault(event.number, rank) == rank
         self.changed.set()
 
@@ -73,6 +75,10 @@ class Heard:
     def on_running(self, rank: int, sequences: int) -> None:
         self.running[rank] = sequences
         self.changed.set()
+
+    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
+        assert not self.begun[rank] & set(numbers)
+        self.begun[rank].update(numbers)
 
     def on_kv_events(self, batch: KvEventBatch) -> None:
         self.mirrors[batch.rank].apply(batch)

@@ -118,6 +118,9 @@ class Recorder:
     def on_running(self, rank: int, sequences: int) -> None:
         pass
 
+    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
+        pass
+
     def on_kv_events(self, batch: KvEventBatch) -> None:
         self.kv_events.append(batch)
         self._changed.set()
