@@ -272,7 +272,8 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         model = options.model or DEMO_MODEL
         if on_gpus and options.model is None:
-            model = write_shape(Path(folder), options.shape, options.layers)
+            context = max(options.prompt) + options.new_tokens
+            model = write_shape(Path(folder), options.shape, options.layers, context=context)
         return 0 if asyncio.run(run(options, model, logs)) else 1
 
 

@@ -131,10 +131,7 @@ class Delivery:
 
     def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
         """From now on, these requests may be why the rank is lost."""
-        for number in numbers:
-            active = self._requests.with_number(number)
-            if active is not None and active.rank == rank:
-                active.begun = True
+        self._requests.begin(rank, numbers)
 
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """Passes changes of a rank's prefix cache to the subscribers."""
@@ -149,9 +146,8 @@ class Delivery:
         """Counts the loss, for the rank and for each of its requests."""
         self._observer.on_rank_lost(rank, cause)
         for active in self._requests:
-            if active.rank == rank:
-                active.losses += 1
-                active.suspected += active.begun
+            active.losses += active.rank == rank
+            active.suspected += active.rank == rank and active.begun
 
     def on_group(self, state: GroupState) -> None:
         """Another generation serves."""
@@ -264,8 +260,8 @@ class Delivery:
         self.phases.resumed(active.request.number for active in waiting if active.output_tokens)
         for active in sorted(waiting, key=lambda active: active.request.number):
             if active.suspected > MAX_LOSSES:
-                times = f"{active.suspected} times while it was computed, without a token in between"
-                why = f"{self.lost_message}; it was lost {times}"
+                times = f"{active.suspected} times while it was computed"
+                why = f"{self.lost_message}; it was lost {times}, without a token in between"
                 self.fail(active, Event.FAIL, RankLost(why), at_rank=False)
             else:
                 self._ranks.submit(active.rank, active.continued())

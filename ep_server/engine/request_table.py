@@ -94,6 +94,13 @@ class RequestTable:
             count.tokens += len(active.request.prompt_ids)
         self._sharing[group] += 1
 
+    def begin(self, rank: int, numbers: Sequence[int]) -> None:
+        """A rank begins to compute these requests."""
+        for number in numbers:
+            active = self._by_number.get(number)
+            if active is not None and active.rank == rank:
+                active.begun = True
+
     def started(self, active: ActiveRequest) -> None:
         """Its first token arrived."""
         count = self.ranks[active.rank]

@@ -182,7 +182,7 @@ class RankWorker:
         verdict = self._vote(batch)
         if verdict.change and self._switch(verdict.change):
             return True
-        voted = self._clock()
+        times = start, planned, self._clock()
         run = verdict.run and any(verdict.tokens)
         if not run and self._held:
             self._masks.wait(self._held, MASK_LOOK_SECONDS)  # no rank has anything else to do
@@ -194,8 +194,7 @@ class RankWorker:
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
             launched = self._runner.launch(batch, count, bucket, self._modes.chosen(verdict, bucket, count))
-            began = start, planned, voted
-            self._launched.append(LaunchedStep(batch, verdict, launched, bucket, count, began))
+            self._launched.append(LaunchedStep(batch, verdict, launched, bucket, count, times))
         self._copier.start_loads()
         while self._launched and (len(self._launched) > self._scheduler.limits.ahead or not run):
             self._finish(self._launched.popleft())
