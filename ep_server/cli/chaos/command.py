@@ -31,7 +31,7 @@ from ep_server.cli.chaos.faults import (
     settled_pids,
     shape_of,
 )
-from ep_server.cli.chaos.report import Report, as_dict, show
+from ep_server.cli.chaos.report import LOST, Report, as_dict, show
 from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
 from ep_server.cli.progress import Bars
 from ep_server.client import AsyncClient, AsyncStream, Output, PrefillDecode, Target
@@ -274,7 +274,7 @@ def _add_gaps(report: Report, answer: Answer, faults: Faults) -> None:
         met = met or bool(gaps)
     for loss in faults.losses:
         gaps = answer.gaps(loss.began, loss.ended)
-        report.gaps["lost rank" if rank in loss.ranks else "other ranks"] += gaps
+        report.gaps[LOST[2 if loss.alone else rank not in loss.ranks]] += gaps
         met = met or bool(gaps)
     if not met:
         report.gaps["undisturbed"] += answer.gaps()

@@ -78,11 +78,15 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Ranks lost together, from the first signal until the server served again (time.monotonic())."""
+    """Ranks lost together, from the first signal until the server served again (time.monotonic()).
+
+    alone: no other rank served then.
+    """
 
     ranks: frozenset[int]
     began: float
     ended: float
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,7 @@ class Faults:
         faults = self.done[-together:]
         lost = frozenset(rank for one in faults for rank in self._shape.ended_with(one.rank, one.kind))
         await self._recovered({pids[rank] for rank in lost if rank in pids}, began)
-        self.losses.append(Loss(lost, began, time.monotonic()))
+        self.losses.append(Loss(lost, began, time.monotonic(), alone=lost >= set(pids)))
 
     def wake_stalled(self) -> None:
         """Lets processes go on that were stopped and that the server has not ended."""

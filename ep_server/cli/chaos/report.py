@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+LOST = "lost rank", "other ranks", "all ranks"  # whose requests gaps are; the last: no rank was left
+
 
 @dataclass(slots=True)
 class Report:
@@ -33,7 +35,7 @@ class Report:
     differences: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     gaps: dict[str, list[float]] = field(
-        default_factory=lambda: {"undisturbed": [], "lost rank": [], "other ranks": [], "change": []}
+        default_factory=lambda: {name: [] for name in ("undisturbed", *LOST, "change")}
     )
     pauses: list[float] = field(default_factory=list)
     first_tokens: dict[str, list[float]] = field(default_factory=lambda: {"undisturbed": [], "losses": []})

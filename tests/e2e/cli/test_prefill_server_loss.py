@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -96,6 +97,27 @@ async def load(decode: AsyncClient, prefill: PrefillServer, found: list[list[Out
     finally:
         over = True
         await task
+
+
+async def test_nothing_waits_for_a_prefill_server_that_is_gone(tmp_path: Path) -> None:
+    """It does not return: a wait for it would take ten minutes. Rank 0 of the decode server is lost too."""
+    prefill, patient = PrefillServer(tmp_path), dict.fromkeys(("silence_seconds", "timeout_seconds"), 600.0)
+    options = {f"handoff__{name}": seconds for name, seconds in patient.items()}
+    async with (
+        asyncio.timeout(WAIT),
+        serving("decode", parallel__ranks=2, exchange__reduction="source", **options) as decode,
+        AsyncClient(decode.server.address) as client,
+    ):
+        alone = [await client.complete(prompt(n), seed=n, **FIELDS) for n in range(STREAMS)]
+        await prefill.start()
+        async with PrefillDecode(prefill.address, client, handle_seconds=600.0) as pair:
+            streams = [await pair.generate(prompt(n), seed=n, **FIELDS) for n in range(STREAMS)]
+            prefill.kill()  # while blocks move
+            os.kill(decode.ranks.pids[0], signal.SIGKILL)
+            later = [await pair.generate(prompt(n), seed=n, **FIELDS) for n in range(STREAMS)]
+            outputs = await asyncio.gather(*(stream.read() for stream in streams + later))
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in alone] * 2
+    assert all(each.finished and not each.finished.usage.cached_tokens for each in outputs[STREAMS:])
 
 
 async def losses(folder: Path, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ async def test_no_output_changes() -> None:
             outputs = await served.lose(rank, NEW // 2, requests())
             assert [seen(output) for output in outputs] == expected
             assert served.group.pids[1 - rank] == pids[1 - rank], "the other rank keeps its process"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_no_output_changes_without_any_rank() -> None:
+    async with serving(configured(), INTERPRETED) as served:
+        expected, group = [seen(output) for output in await served.run(requests())], served.group
+        running, waiting = asyncio.ensure_future(served.run(requests())), served.server.engine._requests
+        await served.until(lambda: max((len(one.output) for one in waiting), default=0) >= NEW // 2)
+        for process in list(group._board.processes.values()):
+            process.signal(signal.SIGKILL)
+        assert [seen(output) for output in await running] == expected
+        assert served.group is group
 
 
 @pytest.mark.slow
