@@ -196,3 +196,21 @@ async def test_a_loss_meanwhile_starts_no_process_twice() -> None:
     assert made.live == {0, 1, 2, 3}
     assert [process.rank for process in hosts.started] == [1, 3, 2]
     await made.stop()
+
+
+async def test_new_processes_take_the_places_of_all_ranks() -> None:
+    """They go on as soon as there are enough. One that loads already is kept, none is started twice."""
+    board, hosts, made = four_ranks()
+    lose(board, 0)
+    await made.restart(lambda rank: [])
+    await until(lambda: 0 in board.processes)  # it loads
+    loading = board.processes[0]
+    lose(board, 1, 2, 3)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: [rank]))
+    await until(lambda: len(hosts.started) == 4)
+    board.ready |= {rank: ready(rank) for rank in (1, 2, 3)}
+    board.heard.set()
+    restarted = await asyncio.wait_for(restarting, 30)
+    assert {each.rank for each in restarted.ready} == {1, 2, 3} == made.live and not restarted.kept
+    assert [process.rank for process in hosts.started] == [0, 1, 2, 3] and board.processes[0] is loading
+    await made.stop()
