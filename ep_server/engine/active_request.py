@@ -85,6 +85,11 @@ class ActiveRequest:
             sampling = replace(sampling, prompt_logprobs=None)
         return replace(self.request, sampling=sampling, output_ids=tuple(self.output), group=0)
 
+    def leave_process(self) -> None:
+        """Another process is its rank now, and has nothing of it."""
+        self.submitted = self.begun = False
+        self.request = replace(self.request, hold=b"")  # a handle of its KV blocks names the process before
+
     def text_of(self, event: TokenEvent) -> tuple[str, str | None]:
         """(final text, stop string found or None) after this token."""
         if self.text is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Pace
@@ -145,9 +144,7 @@ class Delivery:
     def on_rank_lost(self, rank: int, cause: LossCause) -> None:
         """Counts the loss, for the rank and for each of its requests."""
         self._observer.on_rank_lost(rank, cause)
-        for active in self._requests:
-            active.losses += active.rank == rank
-            active.suspected += active.rank == rank and active.begun
+        self._requests.lost(rank)
 
     def on_group(self, state: GroupState) -> None:
         """Another generation serves."""
@@ -220,10 +217,8 @@ class Delivery:
         """Live ranks are new processes, but for those kept. max_context: as they have room for, tokens."""
         self._serving([ready.rank for ready in restarted.ready])
         for active in self._requests:
-            active.submitted = active.submitted and active.rank in restarted.kept
-            active.begun = active.begun and active.submitted
-            if active.rank not in restarted.kept:  # a handle of its KV blocks names the process before
-                active.request = replace(active.request, hold=b"")
+            if active.rank not in restarted.kept:
+                active.leave_process()
         for rank, count in enumerate(self._requests.ranks):
             if rank not in restarted.kept:
                 count.admitted = 0
@@ -260,8 +255,7 @@ class Delivery:
         self.phases.resumed(active.request.number for active in waiting if active.output_tokens)
         for active in sorted(waiting, key=lambda active: active.request.number):
             if active.suspected > MAX_LOSSES:
-                times = f"{active.suspected} times while it was computed"
-                why = f"{self.lost_message}; it was lost {times}, without a token in between"
+                why = f"{self.lost_message}; it was lost {active.suspected} times while it was computed"
                 self.fail(active, Event.FAIL, RankLost(why), at_rank=False)
             else:
                 self._ranks.submit(active.rank, active.continued())

@@ -101,6 +101,12 @@ class RequestTable:
             if active is not None and active.rank == rank:
                 active.begun = True
 
+    def lost(self, rank: int) -> None:
+        """A rank was lost: counts it for each of its requests."""
+        for active in self:
+            active.losses += active.rank == rank
+            active.suspected += active.rank == rank and active.begun
+
     def started(self, active: ActiveRequest) -> None:
         """Its first token arrived."""
         count = self.ranks[active.rank]
