@@ -181,8 +181,9 @@ class RequestTable:
         self.ranks[rank].tokens += prompt
         for active in call:
             _count_active(self.ranks[active.rank], active, -1)
-            # A handle of its KV blocks names the rank before: nobody could fetch them here.
-            active.rank, active.request = rank, replace(active.request, dp_rank=rank, hold=b"")
+            # A handle of its KV blocks names the rank before: nobody could fetch them at another one.
+            hold = active.request.hold if active.rank == rank else b""
+            active.rank, active.request = rank, replace(active.request, dp_rank=rank, hold=hold)
             _count_active(self.ranks[rank], active, 1)
             log.debug("request %s continues at rank %d", active.request.request_id, rank)
 

@@ -74,6 +74,16 @@ def test_requests_of_a_lost_rank_are_spread(
     assert tokens == run
 
 
+@pytest.mark.parametrize(("rank", "hold"), [(0, b"key"), (1, b"")])
+def test_a_handle_is_kept_at_the_same_rank_only(rank: int, hold: bytes) -> None:
+    """It names the rank."""
+    made, first, _ = table()
+    first.request = replace(first.request, hold=b"key")
+    made.move([first], rank)
+    made.check_integrity()
+    assert (first.rank, first.request.dp_rank, first.request.hold) == (rank, rank, hold)
+
+
 def test_a_shared_prompt_is_counted_once() -> None:
     """Until the last of its sequences is freed, in whatever order."""
     made, sequences = RequestTable(1), [active(number, prompt=32) for number in (1, 2, 3)]
