@@ -158,7 +158,10 @@ class Generations:
         Those that are not ready by then join later. Returns: the others; incomplete if a rank is lost.
         """
         board, loading = self._board, set(dead)
-        await self._start(loading - self._joining)
+        try:
+            await self._start(loading - self._joining)
+        except OSError as error:
+            raise StartupError(f"no process can take the place of a lost rank: {error}") from error
         while loading & self._without(loading)[0]:
             await board.until(
                 lambda: (
@@ -308,9 +311,8 @@ class Generations:
             placement = self.placement and next_placement(self.placement, target, **self._joined)
             if placement is None:
                 raise Unavailable(f"{len(target)} ranks have too few expert slots (resilience.spare_slots)")
-            change = next(self.orders.numbers)
+            change, asked = next(self.orders.numbers), before | target
             order = PrepareGeneration(change, self.generation + 1, tuple(sorted(target)), placement)
-            asked = before | target
 
             def disturbed() -> bool:
                 return bool(self._board.signs) or not self.over

@@ -294,9 +294,11 @@ async def _process(
 
     Returns: it, and Start.handover if it was on standby.
     """
-    waiting = standby.take() if standby is not None else None
-    if waiting is not None:
-        return waiting.become(rank, callbacks, shared.descriptors), waiting.inside
+    while standby is not None and (waiting := standby.take()) is not None:
+        try:
+            return waiting.become(rank, callbacks, shared.descriptors), waiting.inside
+        except OSError as error:
+            log.warning("a process on standby cannot become rank %d: %s", rank, error)
     hang_seconds = local.config.exchange.timeout_seconds
     made = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
     return made, None

@@ -37,10 +37,18 @@ class Waiting:
     inside: int
 
     def become(self, rank: int, callbacks: RankCallbacks, shared: Sequence[int]) -> RankProcess:
-        """Makes it a rank, and hands over the descriptors of its group. Raises: OSError."""
+        """Hands over the descriptors of a group, and makes it one of its ranks.
+
+        Raises: OSError if the process has ended. It is closed then, and no callback is called.
+        """
+        try:
+            with self.descriptors:
+                socket.send_fds(self.descriptors, [b"\0"], list(shared))
+        except OSError:
+            self.process.signal(signal.SIGKILL)
+            self.process.close()
+            raise
         self.process.become(rank, callbacks)
-        with self.descriptors:
-            socket.send_fds(self.descriptors, [b"\0"], list(shared))
         return self.process
 
     def close(self) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cluster.node_group import GroupOrder, NodeGroup
 from ep_server.config import Config
-from ep_server.ranks.hosts import standby_pool
+from ep_server.ranks.hosts import LocalRanks, SharedMemory, _process, standby_pool
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.process import NO_CALLBACKS
 from ep_server.ranks.standby import StandbyPool
 from tests.support.ranks.rank_group import Recorder, greedy
 
@@ -74,6 +79,33 @@ async def test_one_that_ends_is_replaced(pool: StandbyPool) -> None:
         assert [one.process for one in pool._waiting] == [second]
         kept, made = await full(pool)
         assert kept == second.pid and made not in (first.pid, second.pid)
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+async def test_one_that_died_unseen_becomes_no_rank(pool: StandbyPool, dead: int) -> None:
+    """The next one does, else a new process. The group gets no sign of the dead one."""
+    waiting, exits = [*pool._waiting], list[int]()
+    for one in waiting[:dead]:  # the event loop does not run meanwhile
+        one.process.signal(signal.SIGKILL)
+        assert select.select([one.descriptors], [], [], WAIT)[0]
+        assert not one.process.ended.is_set()
+    callbacks = replace(NO_CALLBACKS, on_exit=lambda rank, _code: exits.append(rank))
+    shared = SharedMemory(os.memfd_create("segment"))
+    unused: Any = None
+    local = LocalRanks(CONFIG, unused, 0)
+    async with asyncio.timeout(WAIT):
+        process, inside = await _process(local, 7, shared, callbacks, pool)
+        for one in waiting[:dead]:
+            await one.process.ended.wait()
+            assert one.process._channel._transport.is_closing() and one.descriptors.fileno() == -1
+        found = next((one for one in waiting if one.process is process), None)
+        assert found is (waiting[1] if dead == 1 else None) and inside == (found and found.inside)
+        assert process.rank == 7 and process.returncode is None and not exits
+        process.signal(signal.SIGKILL)
+        await process.exited.wait()
+    process.close()
+    os.close(shared.segment)
+    assert exits == [7]
 
 
 async def test_nothing_is_left_of_a_pool_that_is_closed(pool: StandbyPool) -> None:

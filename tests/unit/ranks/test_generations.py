@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ep_server.errors import RankLost, Unavailable
+from ep_server.errors import RankLost, StartupError, Unavailable
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.generations import Generations
 from ep_server.ranks.process import NO_CALLBACKS
@@ -213,4 +213,16 @@ async def test_new_processes_take_the_places_of_all_ranks() -> None:
     restarted = await asyncio.wait_for(restarting, 30)
     assert {each.rank for each in restarted.ready} == {1, 2, 3} == made.live and not restarted.kept
     assert [process.rank for process in hosts.started] == [0, 1, 2, 3] and board.processes[0] is loading
+    await made.stop()
+
+
+async def test_without_a_new_process_all_ranks_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def replace(*_: Any) -> Process:
+        raise OSError("no process")
+
+    board, hosts, made = four_ranks()
+    monkeypatch.setattr(hosts, "replace", replace)
+    lose(board, 1, 2)
+    with pytest.raises(StartupError, match="no process can take the place of a lost rank: no process"):
+        await made.restart(lambda rank: [])
     await made.stop()
