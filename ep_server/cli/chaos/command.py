@@ -266,7 +266,10 @@ def _ids(output: Output) -> list[list[int]]:
 
 
 def _add_gaps(report: Report, answer: Answer, faults: Faults) -> None:
-    """Counts the longest gap of each sequence during each loss or change; else its longest one at all."""
+    """Counts the longest gap of each sequence during each loss or change; else its longest one at all.
+
+    Messages do not name a rank, so a stream counts as one of the rank that it began on, also once it moved.
+    """
     rank, met = answer.output.info and answer.output.info.rank, False
     for change in faults.changes.done:
         gaps = answer.gaps(change.began, change.ended)
@@ -317,7 +320,8 @@ async def _memory(client: AsyncClient) -> float:
     """Resident memory of the ranks of this machine and of the processes that started them, MiB."""
     pids = set((await settled_pids(client, SETTLE_SECONDS)).values())
     found = 0
-    for pid in pids | set(map(parent_of, pids)):
+    parents = {parent for pid in pids if (parent := parent_of(pid)) is not None}
+    for pid in pids | parents:
         with suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             found += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))

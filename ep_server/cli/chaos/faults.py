@@ -185,12 +185,14 @@ class Faults:
     async def _lose_some(self, pids: dict[int, int], kind: FaultKind) -> None:
         kinds = [kind] if kind in OF_PARENTS else [each for each in self._plan.kinds if each in LOSSES]
         began, together = time.monotonic(), min(self._plan.together, len(pids))
-        together = 1 if kind in OF_PARENTS else together
+        together, before = 1 if kind in OF_PARENTS else together, len(self.done)
         for number, rank in enumerate(self._draw.sample(sorted(pids), together)):
             if number:
                 await asyncio.sleep(self._plan.apart)
             self._lose(rank, pids[rank], self._draw.choice(kinds))
-        faults = self.done[-together:]
+        faults = self.done[before:]
+        if not faults:
+            return
         lost = frozenset(rank for one in faults for rank in self._shape.ended_with(one.rank, one.kind))
         await self._recovered({pids[rank] for rank in lost if rank in pids}, began)
         self.losses.append(Loss(lost, began, time.monotonic(), alone=lost >= set(pids)))
@@ -203,8 +205,12 @@ class Faults:
                     os.kill(pid, signal.SIGCONT)
 
     def _lose(self, rank: int, pid: int, kind: FaultKind) -> None:
+        """Signals a rank, or its parent. Does nothing if the rank has ended: its parent cannot be found."""
         if kind in OF_PARENTS:
-            pid = parent_of(pid)
+            parent = parent_of(pid)
+            if parent is None:
+                return
+            pid = parent
             if pid == 1:
                 raise ConfigError("--kind", kind, "others: nobody can start the first process again")
         started = start_of(pid)
@@ -284,9 +290,11 @@ def start_of(pid: int) -> str | None:
     return None
 
 
-def parent_of(rank: int) -> int:
-    """The process that started a rank."""
-    return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+def parent_of(rank: int) -> int | None:
+    """The process that started a rank. None once the rank has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 async def shape_of(client: AsyncClient) -> ServerShape:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from ep_server.cli.chaos.faults import FaultKind, ServerShape, pids_here
+from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, ServerShape, parent_of, pids_here
 from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Lengths, draw_requests, seen
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
@@ -210,6 +212,19 @@ def test_processes_of_other_machines_are_left_alone() -> None:
         ]
     )
     assert pids_here(info) == {0: 100, 2: 102}
+
+
+async def test_a_rank_that_has_ended_has_no_parent() -> None:
+    """So the process that started it is not lost, and no loss is counted."""
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        assert parent_of(rank.pid) == os.getpid()
+        rank.kill()
+    assert parent_of(rank.pid) is None
+    unused: Any = None
+    plan = FaultPlan(1, [FaultKind.SERVER], together=1, apart=0.0, every=1.0, recover_seconds=1.0)
+    faults = Faults(unused, plan, ServerShape(1, 1, exact=True), unused, random.Random(0))
+    await faults._lose_some({0: rank.pid}, FaultKind.SERVER)
+    assert not faults.done and not faults.losses
 
 
 def test_which_ranks_a_fault_may_hit() -> None:
