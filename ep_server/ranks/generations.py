@@ -229,6 +229,7 @@ class Generations:
     async def _start(self, ranks: Collection[int]) -> None:
         """Starts processes that load, and take part from a Regroup on. Raises: OSError."""
         await self._board.reap(self._timing.kill)
+        self._counted -= set(ranks)  # a start that fails counts as a loss
         for rank in sorted(ranks):
             self._joining.add(rank)
             loads = self.placement
@@ -278,7 +279,6 @@ class Generations:
             stale = [r for r in ranks if r in self._board.processes and r not in self._joining | self.live]
             await self._end(stale)
             begun = [rank for rank in ranks if rank not in self._board.processes]
-            self._counted -= set(begun)
             self._failed = {rank: why for rank, why in self._failed.items() if rank not in begun}
             await self._start(begun)
         await self._board.until(

@@ -189,8 +189,6 @@ class RankWorker:
         elif not run:
             self._handoff.wait(MASK_LOOK_SECONDS)
         if run:
-            if begun := self._meter.began(batch, planned):
-                self._send(pb.FromRank(begun=pb.Begun(numbers=begun)))
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
             launched = self._runner.launch(batch, count, bucket, self._modes.chosen(verdict, bucket, count))
@@ -215,6 +213,8 @@ class RankWorker:
         """The next step. The copies that precede it have begun."""
         self._scheduler.loaded(self._copier.loaded() + self._handoff.before_plan())
         batch = self._scheduler.plan(self._voter.elsewhere)
+        if begun := self._meter.began(batch, self._clock()):  # before what such a request may break
+            self._send(pb.FromRank(begun=pb.Begun(numbers=begun)))
         self._handoff.after_plan()
         if (moves := self._scheduler.moves()) is not None:
             self._copier.start(moves)

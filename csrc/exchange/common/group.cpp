@@ -109,16 +109,17 @@ Status await_leases(Group& group, uint64_t peers, uint32_t generation) {
 
 // The newest epoch that any rank has written into this rank's region, or `epoch` if that is newer.
 uint64_t newest_written(const Group& group, uint64_t epoch) {
+  uint32_t newest = uint32_t(epoch);
   const auto look = [&](uint64_t offset) {
-    const int32_t newer = int32_t(cell_epoch(load_cell(group.own(), offset)) - uint32_t(epoch));
-    if (newer > 0) epoch += uint32_t(newer);
+    const uint32_t seen = cell_epoch(load_cell(group.own(), offset));
+    if (seen != 0 && (newest == 0 || int32_t(seen - newest) > 0)) newest = seen;  // 0: nothing was written
   };
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
     for (Op op : {Op::kDispatch, Op::kCombine})
       for (uint32_t bank = 0; bank < group.geometry.num_banks; ++bank) look(Head::header(op, bank, peer));
     for (uint32_t bank = 0; bank < kVoteBanks; ++bank) look(Head::vote(bank, peer));
   }
-  return epoch;
+  return epoch + uint32_t(newest - uint32_t(epoch));
 }
 
 }  // namespace

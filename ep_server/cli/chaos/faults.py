@@ -194,8 +194,9 @@ class Faults:
         if not faults:
             return
         lost = frozenset(rank for one in faults for rank in self._shape.ended_with(one.rank, one.kind))
+        alone = self._shape.nodes == 1 and lost >= set(pids)
         await self._recovered({pids[rank] for rank in lost if rank in pids}, began)
-        self.losses.append(Loss(lost, began, time.monotonic(), alone=lost >= set(pids)))
+        self.losses.append(Loss(lost, began, time.monotonic(), alone=alone))
 
     def wake_stalled(self) -> None:
         """Lets processes go on that were stopped and that the server has not ended."""
