@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import groupby
 from typing import Protocol
@@ -186,9 +186,15 @@ class HostExperts:
         def save(slot: SlotMove) -> None:
             self.write(version, slot.layer, slot.expert, _parts(weights, slot))
 
-        for done, made in enumerate([pool.submit(save, slot) for slot in wanted], 1):
-            made.result()
-            progress(done, len(wanted))
+        writes = [pool.submit(save, slot) for slot in wanted]
+        try:
+            for done, made in enumerate(writes, 1):
+                made.result()
+                progress(done, len(wanted))
+        finally:  # after an error too, no slot is read any more: the caller may change them
+            for made in writes:
+                made.cancel()
+            wait(writes)
         return len(wanted)
 
     def lacking(self, slots: Sequence[SlotMove], version: int) -> list[SlotMove]:

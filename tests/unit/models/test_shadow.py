@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,3 +79,27 @@ def test_missing_memory_is_an_error_and_no_signal(tiny: Get) -> None:
             shadow.save(model.weights, own, 0, pool)
         os.ftruncate(shadow._fd, shadow.layout.nbytes)
         assert shadow.save(model.weights, own, 0, pool) == len(own)
+
+
+def test_a_failed_save_leaves_no_writes_behind(tiny: Get) -> None:
+    path, compute = tiny("qwen3_moe").path, TorchCompute()
+    params = LoadParams(str(path), 0, (0,) * EXPERTS, "float32", compute=compute)
+    model, running = load_model(params), threading.Event()
+    with shadow_of(path, compute, "float32") as shadow, ThreadPoolExecutor(2) as pool:
+        own, ended = params.slots(model.spec), list[int]()
+
+        def write(version: int, layer: int, entry: int, parts: object) -> None:
+            """The first one fails while the second one runs."""
+            if (layer, entry) == (own[0].layer, own[0].expert):
+                running.wait(60)
+                raise Unavailable("no memory")
+            running.set()
+            time.sleep(0.2)
+            ended.append(entry)
+
+        shadow.write = write  # type: ignore[method-assign, assignment]
+        with pytest.raises(Unavailable):
+            shadow.save(model.weights, own, 0, pool)
+        count = len(ended)
+        pool.shutdown()
+        assert len(ended) == count > 0
