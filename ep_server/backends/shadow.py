@@ -199,8 +199,15 @@ class HostExperts:
 
     def lacking(self, slots: Sequence[SlotMove], version: int) -> list[SlotMove]:
         """Those of the slots whose experts no entry holds."""
-        sparse = self.layout.sparse
-        return [s for s in slots if sparse[s.layer] and not self.holds(version, s.layer, s.expert)]
+        layout = self.layout
+        sparse = [one for one in slots if layout.sparse[one.layer]]
+        numbers = torch.tensor([layout.number(one.layer, one.expert) for one in sparse], dtype=torch.int64)
+        tags = self._tags[numbers].tolist()  # at once: other threads of the process run steps
+        return [one for one, tag in zip(sparse, tags, strict=True) if tag != version + 1]
+
+    def outdated(self, version: int) -> bool:
+        """Whether ranks have begun to write newer weights."""
+        return bool((self._tags > version + 1).any())
 
     def pin(self, wanted: Sequence[tuple[int, int]], rest: float = 0.0) -> None:
         """Locks entries, (layer, entry), for fast copies. Several threads may call it.

@@ -72,7 +72,7 @@ class Front:
 class RankParts:
     """A rank that is ready to step. copier: of the host tier. new_weights, experts: see OrderDesk.
 
-    handoff: with ranks of other servers.
+    handoff: with ranks of other servers. filler: of the host shadow; runs until close().
     """
 
     exchange: Exchange
@@ -87,6 +87,7 @@ class RankParts:
     handoff: HandoffDesk
     copier: KvCopier = field(default_factory=NoCopies)
     experts: RankExperts | None = None
+    filler: ShadowFiller | None = None
 
 
 def build_rank(
@@ -126,7 +127,7 @@ def build_rank(
         experts.use(placement, frozenset(start.live))
         experts.waits = start.joins
     filler = None if shadow is None else ShadowFiller(shadow, model, params, experts)
-    copies = not start.joins  # else others may be writing new weights into the shadow
+    copies = not start.joins  # else others may be writing new weights into the shadow, until it takes part
     if filler is not None and copies and model.compute.device.type == "cpu":
         _fill(filler, progress)
     limits = _limits(config, model, built, device.ahead)
@@ -138,7 +139,7 @@ def build_rank(
             device.prepare(progress)
         progress("warm-up", 1, 1)
         exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
-    if filler is not None and model.compute.device.type == "cuda":  # where it takes longest
+    if filler is not None:
         filler.start(copies=copies)
     scheduler = RankScheduler(limits, start.weights_version)
     handoff = HandoffDesk.open(config, built.rows, start.rank, scheduler.handoffs)
@@ -172,6 +173,7 @@ def build_rank(
         handoff,
         built.copier,
         experts,
+        filler,
     )
 
 

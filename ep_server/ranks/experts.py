@@ -44,20 +44,30 @@ class Load(Protocol):
 class RankExperts:
     """The slots of one rank. Used in the thread of its loop; change().prepare() in another one.
 
-    params: how this rank's weights are loaded now. placement: in force. live: ranks that take part.
-    waits: to take part; no slot is in use.
+    params: how this rank's weights are loaded now. now: placement in force, and ranks that take part.
+    changed: set by use(); one thread may wait for it and clear it. waits: to take part; no slot is in use.
     """
 
     def __init__(self, params: LoadParams, runner: AnyRunner, load: Load) -> None:
         """use() follows."""
-        self.placement: Placement | None = None
-        self.live: frozenset[int] = frozenset()
+        self.now: tuple[Placement | None, frozenset[int]] = None, frozenset()  # replaced as one
+        self.changed = threading.Event()
         self.waits = False
         self._params, self._runner, self._load = params, runner, load
         self._held = [list(layer) for layer in params.held or ()]  # really, spare copies too
         self._planned: Planned | None = None
-        self._loading = threading.Lock()
-        self._hurry = threading.Event()  # who reads in the background shall end
+        self._loading = threading.Condition(threading.Lock())
+        self._hurry = threading.Event()  # who uses slots in the background shall end, and not begin
+
+    @property
+    def placement(self) -> Placement | None:
+        """In force."""
+        return self.now[0]
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Ranks that take part."""
+        return self.now[1]
 
     @property
     def params(self) -> LoadParams:
@@ -70,8 +80,9 @@ class RankExperts:
 
     def served_slots(self) -> list[SlotMove]:
         """Slots whose experts this rank serves, as the first live rank that does."""
-        assert self.placement is not None
-        return first_served(self.placement, self._params.rank, self.live)
+        placement, live = self.now
+        assert placement is not None
+        return first_served(placement, self._params.rank, live)
 
     def load(self, target: Placement, *, idle: bool) -> int:
         """Reads the experts that `target` gives this rank and that its slots lack.
@@ -86,6 +97,7 @@ class RankExperts:
             self._hurry.set()
         with self._loading:
             self._hurry.clear()
+            self._loading.notify_all()
             moves, beside = self._moves(target), not idle and not self.waits
             if beside:
                 self._check_free(moves)
@@ -105,17 +117,22 @@ class RankExperts:
 
     @contextmanager
     def kept(self, slots: Sequence[SlotMove]) -> Iterator[list[SlotMove]]:
-        """Those of the slots that hold these experts; none of them changes within. In any thread."""
+        """Those of the slots that hold these experts; none of them changes within. In any thread.
+
+        It waits for a load that waits for idle slots: locks are not fair.
+        """
         with self._loading:
+            self._loading.wait_for(lambda: not self._hurry.is_set())
             yield [one for one in slots if self._held[one.layer][one.slot] == one.expert]
 
     def use(self, target: Placement, live: Collection[int]) -> None:
         """From the next launch on, tokens take the routes of `target` to these ranks."""
-        self.placement, self.live, planned = target, frozenset(live), self._planned
+        self.now, planned = (target, frozenset(live)), self._planned
         if planned is None or planned[0] is not target or planned[1] != self.live:
             planned = self.plan(target, self.live)
         self._planned = None
         self._runner.place(planned[2], target.of_rank(self._params.rank))
+        self.changed.set()
 
     def plan(self, target: Placement, live: Collection[int], rest: float = 0.0) -> Planned:
         """Computes the routes for use(), maybe in another thread: it is no work of the switch.

@@ -29,6 +29,7 @@ from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
     from ep_server.exchange.api import Abortable
+    from ep_server.ranks.build import RankParts
     from ep_server.ranks.parts import Device
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ Choose: TypeAlias = "Callable[[pb.Start, Config], Device]"
 def serve(channel: RankChannel, choose: Choose | None = None) -> int:
     """Runs a rank behind a channel until it ends. choose: see main(). Returns: the exit code."""
     exchanges: list[Abortable] = []
+    parts: RankParts | None = None
     try:
         # Imported here: torch takes a second or more, and the process must be tied to its parent by then. A
         # process on standby gets its Start message later.
@@ -86,6 +88,9 @@ def serve(channel: RankChannel, choose: Choose | None = None) -> int:
         for exchange in exchanges:  # after the last message, so that the peers' errors arrive after the cause
             exchange.abort()
         return 1
+    finally:
+        if parts is not None and parts.filler is not None:
+            parts.filler.close()
     return 0
 
 

@@ -93,8 +93,6 @@ class _NewWeights:
         Raises: CheckpointError naming a tensor or a field that differs; Unavailable without memory.
         """
         began, model = time.monotonic(), self._place.model
-        if self._place.filler is not None:
-            self._place.filler.stop()
         spec = read_spec(self._path)
         for entry in dataclasses.fields(spec):
             found, held = getattr(spec, entry.name), getattr(model.spec, entry.name)
@@ -102,6 +100,8 @@ class _NewWeights:
                 raise CheckpointError(f"{self._path}: {entry.name} = {found}, the model in force has {held}")
         self._check_memory()
         self._new = HostTensors(self._read_replicated(), self._copies)
+        if self._place.filler is not None:  # not before: what was refused until here has changed nothing
+            self._place.filler.stop()
         self._experts = self._read_experts()
         self._experts.pin([(one.layer, one.expert) for one in self._entries()])
         nbytes = sum(tensor.nbytes for tensor in self._old) + len(self._slots) * self._slot_bytes

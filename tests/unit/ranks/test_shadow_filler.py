@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.backends.shadow import HostExperts
 from ep_server.backends.torch_compute import TorchCompute
+from ep_server.errors import CheckpointError
 from ep_server.models.experts import slot_parts
 from ep_server.models.layers import MoeWeights
 from ep_server.ranks.experts import RankExperts
+from ep_server.ranks.new_weights import WeightsInPlace
 from ep_server.ranks.shadow_filler import AT_ONCE, ShadowFiller
+from ep_server.records import EMPTY
 from ep_server.scheduler.placement import first_placement
 from ep_server.scheduler.regroup import next_placement
 from tests.support.models.checkpoints import EXPERTS, Tiny
@@ -43,6 +48,12 @@ class Rank:
         self.experts.use(self.placement, (0, 1))
         self.shadow = shadow
         self.filler = ShadowFiller(shadow, self.model, params, self.experts)
+
+    def in_place(self) -> WeightsInPlace:
+        scheduler: Any = SimpleNamespace()
+        return WeightsInPlace(
+            self.model, self.experts.params, scheduler, scheduler, self.experts, self.shadow, self.filler
+        )
 
     def held(self) -> set[tuple[int, int]]:
         """(layer, expert) of the entries that are there; all have the right bytes."""
@@ -69,28 +80,122 @@ def entry(model: RankModel, layer: int, expert: int) -> torch.Tensor:
 @contextmanager
 def ranked(tiny: Tiny) -> Iterator[Rank]:
     with shadow_of(tiny.path, TorchCompute(), "float32") as shadow:
-        yield Rank(tiny, shadow)
+        rank = Rank(tiny, shadow)
+        try:
+            yield rank
+        finally:
+            rank.filler.close()
+            ended()
 
 
 def ended() -> None:
     """No filler runs any more."""
+    until(lambda: not any(thread.name.startswith("shadow") for thread in threading.enumerate()))
+
+
+def until(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while any(thread.name.startswith("shadow") for thread in threading.enumerate()):
+    while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def settled(rank: Rank) -> None:
+    """The shadow gets all that the rank serves, and nothing else."""
+    until(lambda: rank.held() == rank.served())
 
 
 def test_each_rank_copies_what_it_serves_first(tiny: Tiny) -> None:
     with ranked(tiny) as rank:
         rank.filler.start(copies=True)
-        ended()
-        assert rank.held() == rank.served() != set()
+        settled(rank)
+        assert rank.held() != set()
 
 
-def test_a_rank_that_joins_copies_nothing(tiny: Tiny) -> None:
+def test_a_rank_that_joins_copies_once_it_takes_part(tiny: Tiny) -> None:
     with ranked(tiny) as rank:
+        copying = threading.Event()
+        rank.filler._copy_beside = copying.set  # type: ignore[method-assign]
         rank.filler.start(copies=False)
+        assert not copying.wait(0.2)
+        del rank.filler._copy_beside
+        rank.experts.use(rank.placement, (0, 1))
+        settled(rank)
+
+
+def test_what_a_rank_serves_later_is_copied_then(tiny: Tiny) -> None:
+    """Rank 1 was lost before it copied what it served."""
+    with ranked(tiny) as rank:
+        alone = next_placement(rank.placement, (0,))
+        assert alone is not None
+        rank.filler.start(copies=True)
+        settled(rank)
+        before = rank.held()
+        rank.experts.use(alone, (0,))
+        settled(rank)
+        assert before < rank.held()
+
+
+def test_the_next_placement_is_copied_after_an_error(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    with ranked(tiny) as rank:
+        save, failed = rank.shadow.save, threading.Event()
+
+        def fail(*_: object) -> int:
+            rank.shadow.save = save  # type: ignore[method-assign]
+            failed.set()
+            raise ValueError("broken")
+
+        rank.shadow.save = fail  # type: ignore[method-assign, assignment]
+        rank.filler.start(copies=True)
+        assert failed.wait(60)
+        until(lambda: "ValueError: broken" in caplog.text)
+        rank.experts.use(rank.placement, (0, 1))
+        settled(rank)
+
+
+def test_a_load_of_a_recovery_goes_first(tiny: Tiny) -> None:
+    """Whoever takes slots again and again does not get them before a load that waits for them."""
+    with ranked(tiny) as rank:
+        events, inside = list[str](), threading.Event()
+        rank.experts._load = lambda params, moves, *, beside: events.append("load") or 0  # type: ignore[func-returns-value]
+        rank.experts._held = [[EMPTY] * len(layer) for layer in rank.experts._held]
+
+        def keep() -> None:
+            for _ in range(3):
+                with rank.experts.kept([]):
+                    events.append("kept")
+                    inside.set()
+                    until(rank.experts._hurry.is_set if len(events) == 1 else lambda: True)
+
+        keeper = threading.Thread(target=keep)
+        keeper.start()
+        assert inside.wait(60)
+        rank.experts.load(rank.placement, idle=True)
+        keeper.join(60)
+        assert events == ["kept", "load", "kept", "kept"]
+
+
+def test_a_refused_update_leaves_the_filler_running(tiny: Tiny, tmp_path: Path) -> None:
+    with ranked(tiny) as rank:
+        alone = next_placement(rank.placement, (0,))
+        assert alone is not None
+        rank.filler.start(copies=True)
+        place = rank.in_place()
+        with pytest.raises(CheckpointError):
+            place.change(str(tmp_path / "mistyped"), 1).prepare()
+        rank.experts.use(alone, (0,))
+        settled(rank)
+        place.change(str(tiny.path), 1).prepare()
         ended()
+        assert rank.held() == set(), "all entries are of the new weights"
+
+
+def test_nothing_is_copied_over_newer_weights(tiny: Tiny) -> None:
+    """Another rank writes them already, and this one has not been asked for its part."""
+    with ranked(tiny) as rank:
+        layer, expert = min(rank.served())
+        rank.shadow._tags[rank.shadow.layout.number(layer, expert)] = 2
+        rank.filler._copy_beside()
         assert rank.held() == set()
 
 
@@ -111,8 +216,9 @@ def test_slots_that_change_are_not_copied(tiny: Tiny) -> None:
         rank.shadow.save = late  # type: ignore[method-assign, assignment]
         before = rank.served()
         rank.filler.start(copies=True)
-        ended()
-        assert before < rank.held() == rank.served()
+        until(lambda: rank.experts.placement is alone)
+        settled(rank)
+        assert before < rank.held()
         assert max(calls) <= AT_ONCE
 
 
