@@ -97,7 +97,7 @@ def test_a_failed_save_leaves_no_writes_behind(tiny: Get) -> None:
             time.sleep(0.2)
             ended.append(entry)
 
-        shadow.write = write  # type: ignore[method-assign, assignment]
+        shadow.write = write  # type: ignore[method-assign]
         with pytest.raises(Unavailable):
             shadow.save(model.weights, own, 0, pool)
         count = len(ended)
