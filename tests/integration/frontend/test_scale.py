@@ -120,8 +120,15 @@ async def test_an_update_and_a_scale_take_turns(tmp_path: Path) -> None:
         assert not lost.heard.lost
 
 
-async def test_new_ranks_become_what_the_old_ones_were() -> None:
-    """All ranks are lost at once: rank 0 leaves again, and rank 2 joins."""
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_new_ranks_become_what_the_old_ones_were(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks are lost at once. If no process can take a place, all start: rank 0 leaves again, 2 joins."""
+
+    async def replace(*_: object) -> None:
+        raise OSError("no process")
+
     fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
     async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
         expected = [seen(output) for output in await run_all(lost.client, ASKED)]
@@ -134,10 +141,12 @@ async def test_new_ranks_become_what_the_old_ones_were() -> None:
         old, requests = lost.group(), lost.server.engine._requests
         running = asyncio.ensure_future(run_all(lost.client, ASKED))
         await lost.until(lambda: max((len(a.output) for a in requests), default=0) >= 5)
+        if not in_place:
+            monkeypatch.setattr(old._generations._replacing, "replace", replace)
         for rank in (1, 2):
             lost.signal(rank)
         await lost.recovered(1, everyone=False)
-        assert lost.group() is not old
+        assert (lost.group() is old) == in_place
         await lost.until(lambda: lost.group().live == {1, 2})
         assert [seen(output) for output in await running] == expected
         info = await client.server_info()

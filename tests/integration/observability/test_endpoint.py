@@ -123,7 +123,7 @@ def test_a_page_holds_what_was_observed(metrics: ServerMetrics, endpoint: Metric
 
 def test_names_and_labels_keep_to_the_conventions(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:
     drive(metrics)
-    of_ranks = {"rank", "peer", "op", "part", "phase", "scope", "expert", "cause"}
+    of_ranks = {"rank", "peer", "op", "part", "phase", "scope", "expert", "cause", "mode"}
     bounded = of_ranks | {
         "status",
         "finish_reason",
