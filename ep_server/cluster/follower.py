@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 STATUS_SECONDS = 2.0  # time for final statuses to reach their callers
 LOG_EVERY = 10.0  # seconds between log lines while joining
+# INTERNAL is gRPC's own: a write came after a refusal, whose reason it hides. The next attempt may hear it.
+AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -129,8 +131,8 @@ async def _first(call: Any) -> AsyncIterator[pb.Bundle]:
     try:
         first = await call.read()
     except aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            raise Unavailable(f"UNAVAILABLE: {error.details()}") from None
+        if error.code() in AGAIN:
+            raise Unavailable(f"{error.code().name}: {error.details()}") from None
         raise StartupError(_refused(error)) from None
     if not isinstance(first, pb.Bundle):
         raise Unavailable("it has ended")

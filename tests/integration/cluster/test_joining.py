@@ -10,11 +10,13 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from grpc import aio
 
@@ -282,6 +284,21 @@ async def test_nodes_that_do_not_come_are_named_with_the_last_refusal() -> None:
             with pytest.raises(StartupError) as caught:
                 await meeting.waiting
     assert str(caught.value).startswith("node 2 did not join within 2 s (refused: node 2: version 0, ")
+
+
+async def test_a_refusal_that_beats_the_first_write_is_still_named() -> None:
+    """gRPC ends about half of such calls as INTERNAL, if the server runs beside this event loop."""
+    server = grpc.server(ThreadPoolExecutor(1))  # it knows no method
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    joining = Joining(f"127.0.0.1:{port}", None, tuple, WAIT, 5.0)
+    try:
+        for _ in range(10):
+            with pytest.raises(StartupError, match="refuses this node: UNIMPLEMENTED"):
+                async with asyncio.timeout(WAIT), joined(joining, pb.Hello(), lambda _: None):
+                    pass
+    finally:
+        await asyncio.to_thread(server.stop(0).wait, WAIT)
 
 
 async def test_a_leader_that_never_comes_is_named() -> None:
