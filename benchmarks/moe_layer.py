@@ -5,7 +5,8 @@
 Runs `ep-server bench offline` for each number of ranks, with random weights and experts drawn uniformly. The
 layer's time is the sum of router, dispatch, experts and combine in decode steps, divided by the layers; on
 GPUs by stamps of the device. The bound counts weights of the experts that get tokens at the bandwidth of
-memory, and rows at that of the link. Tokens are of one rank.
+memory, and rows at that of the link. Tokens are of one rank. All prompts fit into one step, so all sequences
+decode together; `seen` is what the steps really held, and a row that holds less is marked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 SHAPES = Path(__file__).parent / "shapes"
 PHASES = ("router", "dispatch", "experts", "combine")
+PROMPT = 16  # tokens: experts do not see the context
+FEWER = 0.97  # share of the sequences: below, steps with fewer of them make the layer look fast
 
 
 def measured(given: argparse.Namespace, ranks: int, folder: Path) -> list[dict[str, Any]]:
@@ -33,12 +36,12 @@ def measured(given: argparse.Namespace, ranks: int, folder: Path) -> list[dict[s
     settings = {
         "parallel.device": given.device,
         "parallel.overlap": "off",
-        "scheduler.max_step_tokens": max(2 * most, 256),
+        "scheduler.max_step_tokens": max(PROMPT * most, 256),
     }
     command = [sys.executable, "-m", "ep_server", "bench", "offline", "--model", str(folder)]
     command += ["--load-format", "dummy", "--routing", "uniform", "--ranks", str(ranks)]
     command += [argument for name, value in settings.items() for argument in ("--set", f"{name}={value}")]
-    command += ["--batch", given.batch, "--prompt-tokens", "128", "--new-tokens", str(given.new_tokens)]
+    command += ["--batch", given.batch, "--prompt-tokens", str(PROMPT), "--new-tokens", str(given.new_tokens)]
     command += ["--rounds", "1", "--json-file", str(found), *given.rates]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[1])
     return json.loads(found.read_text())["batches"]
@@ -57,9 +60,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("rates", nargs="*", help="options of bench offline, such as -- --bandwidth 31")
     given = parser.parse_args()
-    print(
-        f"{'EP':>3} {'tokens':>7} {'layer, us':>10} {'bound, us':>10} {'ratio':>6}  phases of the layer, us"
-    )
+    print(f"{'EP':>3} {'tokens':>7} {'seen':>7} {'layer, us':>10} {'bound, us':>10} {'ratio':>6}  phases, us")
     with tempfile.TemporaryDirectory() as folder:
         for ranks in map(int, given.ranks.split(",")):
             for batch in measured(given, ranks, Path(folder)):
@@ -69,9 +70,12 @@ def main() -> None:
                     continue
                 took, bound = step["moe_layer"] * 1e6, step["moe_layer_bound"] * 1e6
                 whole = sum(step["phases"][name] for name in PHASES)
-                parts = (f"{name} {step['phases'][name] / whole * took:.1f}" for name in PHASES)
+                parts = [f"{name} {step['phases'][name] / whole * took:.1f}" for name in PHASES]
+                seen = step["tokens"] / ranks
+                if seen < FEWER * tokens:
+                    parts.append("(steps with fewer tokens among them)")
                 print(
-                    f"{ranks:>3} {tokens:>7} {took:>10.1f} {bound:>10.1f} {took / bound:>6.2f}  "
+                    f"{ranks:>3} {tokens:>7} {seen:>7.1f} {took:>10.1f} {bound:>10.1f} {took / bound:>6.2f}  "
                     + ", ".join(parts),
                     flush=True,
                 )
