@@ -20,7 +20,12 @@ from ep_server.ranks.messages import one_line
 
 log = logging.getLogger(__name__)
 
-NICE = 19  # of the thread that prepares: decoding goes first
+NICE = 19
+
+
+def yield_cores() -> None:
+    """Of the calling thread, and of those that it starts: whatever decodes on the same cores goes first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class _Making:
     dropped: bool = False
 
     def run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        yield_cores()
         try:
             self.result = self.change.prepare()
         except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from ep_server.backends.assembly import MOST_READERS, LoadParams, RankModel
 from ep_server.backends.shadow import HostExperts
 from ep_server.errors import EpServerError
 from ep_server.models.experts import SlotMove
-from ep_server.ranks.changes import NICE
+from ep_server.ranks.changes import yield_cores
 from ep_server.ranks.experts import RankExperts
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class ShadowFiller:
             self._experts.changed.set()
 
     def _run(self, copies: bool) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # threads that it starts inherit it
+        yield_cores()
         if copies:
             self._try(self._copy_beside)
         self._try(lambda: self._lock(REST_SECONDS))
