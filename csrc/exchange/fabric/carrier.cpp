@@ -133,8 +133,10 @@ void FabricCarrier::read_queue(uint64_t now) {
 void FabricCarrier::handle(const Event& event, uint64_t now) {
   if (event.kind == Event::Kind::kArrived) {
     const Immediate said = Immediate::decode(event.immediate);
-    if (!delayed_.delays() || overtakes(said.kind)) return take(said, now);
-    delayed_.hold(said, now_ns());
+    if (!delayed_.delays()) return take(said, now);
+    if (said.kind == Kind::kHello) compare_clocks(said.source, event.sent);
+    if (overtakes(said.kind)) return take(said, now);
+    delayed_.hold(said, event.sent, now_ns());
     arrived_.fetch_add(1, std::memory_order_release);  // a rank that sleeps must wake when this is due
     return;
   }

@@ -63,6 +63,7 @@ class FabricCarrier : public Carrier {
   void greet(uint32_t peer, uint64_t deadline);
   void greet_again(uint64_t now);
   void greeted(const Immediate& immediate);
+  void compare_clocks(uint32_t peer, uint32_t sent);
   uint64_t silent() const;
   void deliver(uint64_t deadline);
   void lose(uint32_t peer, Op op);

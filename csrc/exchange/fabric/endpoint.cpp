@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "exchange/common/cells.hpp"
 #include "exchange/fabric/endpoint_requirements.hpp"
 
 namespace ep::fabric {
@@ -32,7 +33,8 @@ Endpoint::Endpoint(const Library& library, const Options& options, const Endpoin
       info_(choose(library, options)),
       description_(describe(library, *info_)),
       strict_(options.strict_memory),
-      copies_(options.device_copies) {
+      copies_(options.device_copies),
+      stamps_(options.delay_ns != 0) {
   open(params, options.strict_memory ? kStrictKey : random_key(info_->domain_attr->mr_key_size));
   if (options.disorder != 0) {
     late_writes_.emplace(options.disorder);
@@ -174,13 +176,14 @@ uint32_t Endpoint::add_peer(const EndpointAddress& peer) {
 }
 
 Endpoint::Posted Endpoint::write(uint32_t peer, const Write& write) {
-  if (!late_writes_) return post(peer, write);
+  const uint32_t sent = stamps_ ? SendTime::encode(now_ns()) : 0;
+  if (!late_writes_) return post(peer, write, sent);
   if (in_flight() >= depth()) return Posted::kAgain;
-  late_writes_->hold({peer, write});
+  late_writes_->hold({peer, write, sent});
   return Posted::kDone;
 }
 
-Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
+Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write, uint32_t sent) {
   if (free_.empty()) return Posted::kAgain;
   Operation* operation = free_.back();
   operation->peer = peer;
@@ -204,7 +207,7 @@ Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
   message.rma_iov = &to;
   message.rma_iov_count = 1;
   message.context = operation;
-  message.data = write.immediate;
+  message.data = CompletionData{write.immediate, sent}.encode();
   const uint64_t flags = FI_COMPLETION | FI_REMOTE_CQ_DATA | (write.more ? FI_MORE : 0);
   const ssize_t result = fi_writemsg(endpoint_.get(), &message, flags);
   if (result == -FI_EAGAIN) return Posted::kAgain;
@@ -230,10 +233,10 @@ size_t Endpoint::poll(Event* events, size_t room) {
 
 size_t Endpoint::disordered(Event* events, size_t room) {
   for (LateWrite late; late_writes_->take(late);) {
-    const Posted posted = post(late.peer, late.write);
+    const Posted posted = post(late.peer, late.write, late.sent);
     if (posted == Posted::kDone) continue;
     if (posted == Posted::kFailed)
-      late_events_->hold({Event::Kind::kFailed, late.peer, 0, late.write.tag, error_});
+      late_events_->hold({Event::Kind::kFailed, late.peer, 0, 0, late.write.tag, error_});
     if (posted == Posted::kAgain) late_writes_->hold(late);
     break;
   }
@@ -253,12 +256,13 @@ size_t Endpoint::read_queue(Event* events, size_t room) {
   }
   for (ssize_t i = 0; i < count; ++i) {
     if (entries[i].flags & FI_REMOTE_CQ_DATA) {
-      events[i] = {Event::Kind::kArrived, kNoPeer, uint32_t(entries[i].data), 0, 0};
+      const CompletionData data = CompletionData::decode(entries[i].data);
+      events[i] = {Event::Kind::kArrived, kNoPeer, data.immediate, data.sent, 0, 0};
       if (!receives_.empty()) unposted_.push_back(static_cast<fi_context2*>(entries[i].op_context));
       continue;
     }
     auto* operation = static_cast<Operation*>(entries[i].op_context);
-    events[i] = {Event::Kind::kSent, operation->peer, 0, operation->tag, 0};
+    events[i] = {Event::Kind::kSent, operation->peer, 0, 0, operation->tag, 0};
     free_.push_back(operation);
   }
   post_receives();
@@ -268,7 +272,7 @@ size_t Endpoint::read_queue(Event* events, size_t room) {
 Event Endpoint::failure() {
   fi_cq_err_entry entry{};
   const ssize_t result = fi_cq_readerr(queue_.get(), &entry, 0);
-  Event event{Event::Kind::kFailed, kNoPeer, 0, 0, result < 0 ? int(-result) : std::abs(entry.err)};
+  Event event{Event::Kind::kFailed, kNoPeer, 0, 0, 0, result < 0 ? int(-result) : std::abs(entry.err)};
   auto* operation = static_cast<Operation*>(entry.op_context);
   if (result < 0 || operation < operations_.data() || operation >= operations_.data() + operations_.size())
     return event;

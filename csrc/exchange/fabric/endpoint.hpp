@@ -1,4 +1,4 @@
-// One endpoint: RDMA writes into peers' memory, each with 4 bytes of remote completion data.
+// One endpoint: RDMA writes into peers' memory, each with 4 bytes of remote completion data (CompletionData).
 //
 // Each rank registers one region that peers write to, and the memory that it sends from. No order of writes
 // is assumed. No liveness is assumed either: no provider reports a silent peer. Only one thread at a time may
@@ -70,6 +70,7 @@ struct Event {
   enum class Kind : uint32_t { kArrived, kSent, kFailed } kind;
   uint32_t peer;       // kSent, kFailed; kNoPeer if the provider does not say
   uint32_t immediate;  // kArrived
+  uint32_t sent;       // kArrived: a SendTime if a delay is emulated, else 0
   uint32_t tag;        // kSent
   int error;           // kFailed: errno of libfabric
 };
@@ -135,6 +136,7 @@ class Endpoint {
   struct LateWrite {
     uint32_t peer;
     Write write;
+    uint32_t sent;
   };
 
   void open(const EndpointParams& params, uint64_t key);
@@ -146,7 +148,7 @@ class Endpoint {
   void* descriptor(const Write& write);
   int64_t post_receive(fi_context2* context);
   void post_receives();
-  Posted post(uint32_t peer, const Write& write);
+  Posted post(uint32_t peer, const Write& write, uint32_t sent);
   size_t read_queue(Event* events, size_t room);
   size_t disordered(Event* events, size_t room);
   Event failure();
@@ -163,7 +165,7 @@ class Endpoint {
   Owned<fid_mr> host_out_, device_out_;
   Owned<fid_ep> endpoint_;
   Memory device_outbound_;
-  const bool strict_, copies_;
+  const bool strict_, copies_, stamps_;
   std::vector<Peer> peers_;
   std::vector<Operation> operations_;
   std::vector<Operation*> free_;

@@ -95,6 +95,14 @@ void FabricCarrier::greeted(const Immediate& immediate) {
     failure_ = "rank " + std::to_string(immediate.source) + " is of another group";
 }
 
+// A delay counts from a time by the sender's clock. Of two hosts with different clocks, one gets a greeting
+// from the future.
+void FabricCarrier::compare_clocks(uint32_t peer, uint32_t sent) {
+  if (delayed_.can_date(sent, now_ns())) return;
+  failure_ = "rank " + std::to_string(peer) + (sent == 0 ? " sends no times" : " has another clock") +
+             ": delay_seconds is for ranks that share a clock and all set it";
+}
+
 // Waits until everything queued for living peers has arrived.
 void FabricCarrier::deliver(uint64_t deadline) {
   {

@@ -4,6 +4,8 @@
 // registered memory may be sent from.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <random>
@@ -36,15 +38,59 @@ class Disorder {
   std::vector<T> held_;
 };
 
-// Returns items in order, each `delay_ns` after it was held: the latency of a longer line, at its far end.
-// The sender never waits, and any number of items may be on their way.
+// The completion data of a write: its immediate, and while a delay is emulated, when it was sent. The second
+// half stays 0 otherwise, so providers that carry only 4 bytes will do.
+struct CompletionData {
+  uint32_t immediate;
+  uint32_t sent;  // a SendTime, or 0
+
+  static constexpr size_t bytes(bool stamped) { return stamped ? sizeof(uint64_t) : sizeof(uint32_t); }
+  uint64_t encode() const { return uint64_t(sent) << 32 | immediate; }
+  static CompletionData decode(uint64_t data) { return {uint32_t(data), uint32_t(data >> 32)}; }
+};
+
+// The time of sending in 32 bits: CLOCK_MONOTONIC in units of 1,024 ns, which wraps after 73 minutes. Network
+// namespaces share that clock, different machines do not.
+struct SendTime {
+  static constexpr uint32_t kUnitBits = 10;
+
+  // Rounded up, so that no message seems older than it is. Never 0.
+  static uint32_t encode(uint64_t now) {
+    const auto units = uint32_t((now + (1u << kUnitBits) - 1) >> kUnitBits);
+    return units != 0 ? units : 1;
+  }
+  // The time nearest to `now` with this encoding, ns.
+  static int64_t decode(uint32_t sent, uint64_t now) {
+    const auto units = int64_t(now >> kUnitBits);
+    return (units + int32_t(sent - uint32_t(units))) << kUnitBits;
+  }
+};
+
+// Returns each item `delay_ns` after it was sent: the latency of a longer line, at its far end. The sender
+// never waits, and any number of items may be on their way. Items of one sender stay in order.
+//
+// The wait is bounded whatever the clocks say: an item is never returned before it was held, and never held
+// longer than `delay_ns`.
 template <class T>
 class DelayLine {
  public:
-  explicit DelayLine(uint64_t delay_ns) : delay_ns_(delay_ns) {}
+  explicit DelayLine(uint64_t delay_ns) : delay_ns_(int64_t(delay_ns)) {}
 
   bool delays() const { return delay_ns_ != 0; }
-  void hold(const T& item, uint64_t now) { held_.push_back({item, now + delay_ns_}); }
+
+  // Whether this is a time of sending by the same clock, as far as can be seen.
+  bool can_date(uint32_t sent, uint64_t now) const {
+    return sent != 0 && SendTime::decode(sent, now) <= int64_t(now) + (1 << SendTime::kUnitBits);
+  }
+
+  // now: of the moment when the item was found.
+  void hold(const T& item, uint32_t sent, uint64_t now) {
+    const auto arrived = int64_t(now);
+    const int64_t due = SendTime::decode(sent, now) + delay_ns_;
+    const Held held{item, uint64_t(std::clamp(due, arrived, arrived + delay_ns_))};
+    const auto later = [](const Held& a, const Held& b) { return a.due < b.due; };
+    held_.insert(std::upper_bound(held_.begin(), held_.end(), held, later), held);
+  }
 
   bool take(T& item, uint64_t now) {
     if (left(now) != 0) return false;
@@ -67,7 +113,7 @@ class DelayLine {
     uint64_t due;
   };
 
-  const uint64_t delay_ns_;
+  const int64_t delay_ns_;
   std::deque<Held> held_;
 };
 

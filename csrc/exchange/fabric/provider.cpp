@@ -8,13 +8,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "exchange/fabric/network_emulation.hpp"
+
 namespace ep::fabric {
 namespace {
 
 constexpr uint64_t kCaps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
 constexpr uint64_t kMrModes = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 constexpr uint64_t kModes = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
-constexpr size_t kImmediate = 4;
 
 // EFA's device writes need version 1.18. libfabric 1.17 does not accept a later version than its own.
 uint32_t api_version(const Library& library) {
@@ -61,8 +62,10 @@ std::string missing(const fi_info& info, const Options& options) {
   if (needs_reach(options) && !(info.caps & FI_REMOTE_COMM)) return "reaches no other host";
   if ((info.caps & kCaps) != kCaps) return "no RDMA write (FI_RMA | FI_WRITE | FI_REMOTE_WRITE)";
   if (options.device_memory && !(info.caps & FI_HMEM)) return "reaches no memory of devices (FI_HMEM)";
-  if (info.domain_attr->cq_data_size < kImmediate)
-    return "remote completion data of " + std::to_string(info.domain_attr->cq_data_size) + " bytes, 4 needed";
+  const bool stamped = options.delay_ns != 0;
+  if (const size_t bytes = CompletionData::bytes(stamped); info.domain_attr->cq_data_size < bytes)
+    return "remote completion data of " + std::to_string(info.domain_attr->cq_data_size) + " bytes, " +
+           std::to_string(bytes) + " needed" + (stamped ? " with delay_seconds" : "");
   if (info.mode & ~kModes) return "asks for a mode that is not served";
   if (uint64_t(info.domain_attr->mr_mode) & ~mr_modes(options))
     return "asks for a memory registration mode not served";

@@ -21,7 +21,7 @@ struct Options {
   uint32_t queue_depth = 0;      // writes in flight to all peers together; 0 = the provider's default
   bool adaptive_routing = true;  // false: the provider is asked for writes in order
   uint64_t disorder = 0;  // seed: writes and completions in any order; 0 = off. See network_emulation.hpp
-  uint64_t delay_ns = 0;  // from the arrival of a message until it is visible; 0 = none
+  uint64_t delay_ns = 0;  // from sending a message until it is visible; 0 = none
   bool strict_memory = false;  // addresses and keys as on production networks
   bool device_memory = false;  // requires a provider that reaches device memory (FI_HMEM)
   bool device_copies = false;  // accepts providers that copy device memory through the host; for tests

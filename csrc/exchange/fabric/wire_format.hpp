@@ -1,5 +1,5 @@
 // The wire format between hosts: RDMA writes. The 4 bytes of completion data of a write (its immediate) say
-// what it is.
+// what it is. With an emulated delay, 4 more say when it was sent: CompletionData in network_emulation.hpp.
 //
 // Rows and routing are written to their place in `Layout`, in any number of writes and in any order. Each
 // write carries an immediate, and the receiver counts them. A completion record announces their number. It is
