@@ -37,7 +37,6 @@ FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& 
       memory_(std::make_shared<FabricMemory>(group, share, device)),
       bells_(group.rank, share),
       shared_(share.ranks_of(group.rank).size() > 1),
-      attentive_(shared_ || options.delay_ns != 0),
       library_(options),
       endpoint_(library_, options,
                 {.inbound = memory_->inbound(),
@@ -177,7 +176,7 @@ void FabricCarrier::beat(uint64_t now) {
 
 void FabricCarrier::waiting(bool begins) {
   waiting_.store(begins, std::memory_order_seq_cst);  // pairs with stands_aside()
-  if (!begins && attentive_ && aside_.load(std::memory_order_seq_cst)) ring_bell(sender_.bell());
+  if (!begins && shared_ && aside_.load(std::memory_order_seq_cst)) ring_bell(sender_.bell());
 }
 
 void FabricCarrier::sleep(uint64_t ns) {
@@ -204,12 +203,12 @@ void FabricCarrier::wake() {
 
 void FabricCarrier::rest() {
   bool quiet = false, pending = false;
-  uint64_t due = 0;
+  uint64_t due = kBeatNs;
   resting_.store(true, std::memory_order_seq_cst);
   {
     const std::lock_guard lock(driving_);
     pending = !outgoing_.idle();
-    due = delayed_.left(now_ns());
+    if (shared_) due = delayed_.left(now_ns());  // a rank that is alone looks when it needs the rows
     quiet = queue_.empty() && (endpoint_.wait_fd() < 0 || endpoint_.ready_to_sleep());
   }
   if (quiet) sender_.nap(std::min(due, pending ? kRetryNs : kBeatNs), endpoint_.wait_fd());
@@ -221,7 +220,7 @@ void FabricCarrier::rest() {
 bool FabricCarrier::stands_aside() {
   aside_.store(true, std::memory_order_seq_cst);
   const bool aside = waiting_.load(std::memory_order_seq_cst) ||
-                     (!attentive_ && now_ns() - drove_.load(std::memory_order_relaxed) < kRecentNs);
+                     (!shared_ && now_ns() - drove_.load(std::memory_order_relaxed) < kRecentNs);
   if (aside) sender_.nap(kAsideNs);
   aside_.store(false, std::memory_order_relaxed);
   return aside;

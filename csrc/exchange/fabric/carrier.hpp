@@ -76,8 +76,8 @@ class FabricCarrier : public Carrier {
   Group& group_;
   const std::shared_ptr<FabricMemory> memory_;
   const Bells bells_;
-  const bool shared_;     // other ranks of this host depend on what this one receives
-  const bool attentive_;  // arrivals are read at once while this rank computes: for those, or to be delayed
+  // Other ranks of this host depend on what this one receives, so arrivals are read at once while it computes.
+  const bool shared_;
   const Library library_;
   Endpoint endpoint_;
   CommandQueue queue_;

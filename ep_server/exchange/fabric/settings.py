@@ -48,8 +48,9 @@ class FabricOptions:
     disorder, strict_memory: for tests on networks that are kinder than production's (csrc/exchange/fabric/
       network_emulation.hpp): seed of the order of writes and completions, 0 = unchanged; addresses and
       keys as NICs with memory registration need them.
-    delay_seconds: for tests and benchmarks: messages become visible this much after they arrived, as over a
-      longer line. The sender does not wait. Greetings, heartbeats and aborts are not delayed.
+    delay_seconds: for tests and benchmarks: messages become visible this much after they were sent, as over
+      a longer line, and at once if they arrive or are looked for later. The sender does not wait. Greetings,
+      heartbeats and aborts are not delayed. Needs ranks of one machine, which share a clock; all set it.
     device_copies: for tests: accepts providers that copy GPU memory through host memory.
 
     libfabric reads interface, gid_index and queue_depth once in a process, when it is loaded. A setting that
