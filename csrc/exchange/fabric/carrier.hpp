@@ -76,8 +76,7 @@ class FabricCarrier : public Carrier {
   Group& group_;
   const std::shared_ptr<FabricMemory> memory_;
   const Bells bells_;
-  // Other ranks of this host depend on what this one receives, so arrivals are read at once while it computes.
-  const bool shared_;
+  const bool shared_;  // other ranks of this host depend on arrivals, which are read while this rank computes
   const Library library_;
   Endpoint endpoint_;
   CommandQueue queue_;
