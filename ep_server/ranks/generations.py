@@ -99,8 +99,9 @@ class Generations:
 
     def weights_changed(self) -> None:
         """Processes that load read the old weights: others take their place."""
-        self._stale |= self._joining
-        for rank in self._joining:
+        started = self._joining & set(self._board.processes)  # one that starts only now reads the new ones
+        self._stale |= started
+        for rank in started:
             self._board.processes[rank].signal(signal.SIGKILL)
 
     def prepares(self, change: int, placement: Placement) -> None:
@@ -158,10 +159,7 @@ class Generations:
         Those that are not ready by then join later. Returns: the others; incomplete if a rank is lost.
         """
         board, loading = self._board, set(dead)
-        try:
-            await self._start(loading - self._joining)
-        except OSError as error:
-            raise StartupError(f"no process can take the place of a lost rank: {error}") from error
+        await self._start(loading - self._joining)
         while loading & self._without(loading)[0]:
             await board.until(
                 lambda: (
@@ -227,7 +225,7 @@ class Generations:
         self._joining.difference_update(ranks)
 
     async def _start(self, ranks: Collection[int]) -> None:
-        """Starts processes that load, and take part from a Regroup on. Raises: OSError."""
+        """Starts processes that load, and take part from a Regroup on. Raises: StartupError."""
         await self._board.reap(self._timing.kill)
         self._counted -= set(ranks)  # a start that fails counts as a loss
         for rank in sorted(ranks):
@@ -236,7 +234,11 @@ class Generations:
             live = self.live | set(ranks)
             if rank not in self.live and loads is not None:
                 loads = next_placement(loads, live, **self._joined) or loads
-            made = await self._replacing.replace(rank, self._callbacks, sorted(live), loads)
+            try:
+                made = await self._replacing.replace(rank, self._callbacks, sorted(live), loads)
+            except OSError as error:
+                self._joining.discard(rank)
+                raise StartupError(f"no process can be started as rank {rank}: {error}") from error
             self._board.processes[rank] = made
 
     def count(self, signs: Sequence[Sign], lost: Collection[int]) -> None:
@@ -261,7 +263,7 @@ class Generations:
                     await self.join([min(absent)])
                 else:
                     await self.change(self.live & self.wanted)
-            except (EpServerError, OSError) as error:
+            except EpServerError as error:
                 what = f"rank {min(absent)} does not join" if absent else "ranks that shall leave do not"
                 log.warning("%s yet: %s", what, error)
                 await asyncio.sleep(AGAIN_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -100,6 +101,29 @@ async def test_a_refused_scale_leaves_no_process() -> None:
         assert not group._generations._joining  # type: ignore[union-attr]
         group.order(DropChange(change), UNASKED + 1)
         assert list((await client.scale(3)).live) == [0, 1, 2]
+
+
+async def test_a_scale_without_a_new_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two processes does not start: the first one ends, and a later call works."""
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 4, "resilience__spare_slots": "8"}
+    async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
+        group = lost.group()
+        hosts = group._hosts.replacing
+        assert hosts is not None
+        replace = hosts.replace
+
+        async def first(rank: int, *rest: Any) -> Any:
+            if rank == 3:
+                raise OSError(24, "Too many open files")
+            return await replace(rank, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hosts, "replace", first)
+            with pytest.raises(EpServerError, match=r"no process can be started as rank 3: .*Too many open"):
+                await client.scale(4)
+        assert group.wanted == ({0, 1}, frozenset()) and sorted(group._board.processes) == [0, 1]
+        assert list((await client.scale(4)).live) == [0, 1, 2, 3]
+        assert not lost.heard.lost
 
 
 async def test_an_update_and_a_scale_take_turns(tmp_path: Path) -> None:

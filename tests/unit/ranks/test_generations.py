@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ep_server.errors import RankLost, StartupError, Unavailable
+from ep_server.ranks import generations
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.generations import Generations
 from ep_server.ranks.process import NO_CALLBACKS
@@ -103,6 +104,47 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0)
+
+
+async def test_a_process_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile nobody takes it for one that loads: not new weights, and not who scales."""
+    _, hosts, made = group()
+    replace = hosts.replace
+
+    async def refuse(*_: Any) -> Process:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(hosts, "replace", refuse)
+    monkeypatch.setattr(made, "change", lambda live: asyncio.sleep(3600))
+    monkeypatch.setattr(generations, "AGAIN_SECONDS", 0.01)
+    with pytest.raises(StartupError, match=r"no process can be started as rank 2: .*Too many open files"):
+        await made.join([2])
+    made.weights_changed()
+    assert made.takes(Sign(Kind.EXIT, 2, RankLost("another one")))  # not one that was to join
+    assert not made._failed and not made.out
+    made.wanted |= {2}
+    made.bring_back()
+    await asyncio.sleep(0.05)
+    assert not hosts.started
+    monkeypatch.setattr(hosts, "replace", replace)
+    await until(lambda: hosts.started)
+    assert not hosts.started[0].ended.is_set(), "it read the new weights"
+    await made.stop()
+
+
+async def test_one_that_starts_reads_the_new_weights() -> None:
+    """So it is not ended for the weights that it would have read before."""
+    board, hosts, made = group()
+    joining = asyncio.ensure_future(made.join([2]))
+    await until(lambda: 2 in made._joining)
+    assert 2 not in board.processes
+    made.weights_changed()
+    await until(lambda: 2 in board.processes)
+    assert not hosts.started[0].ended.is_set()
+    made.weights_changed()
+    assert hosts.started[0].ended.is_set()
+    joining.cancel()
+    await asyncio.wait((joining,))
 
 
 async def test_two_joins_start_one_process() -> None:
@@ -223,6 +265,6 @@ async def test_without_a_new_process_all_ranks_start_again(monkeypatch: pytest.M
     board, hosts, made = four_ranks()
     monkeypatch.setattr(hosts, "replace", replace)
     lose(board, 1, 2)
-    with pytest.raises(StartupError, match="no process can take the place of a lost rank: no process"):
+    with pytest.raises(StartupError, match="no process can be started as rank 1: no process"):
         await made.restart(lambda rank: [])
     await made.stop()
