@@ -104,13 +104,21 @@ class RankProcess:
                 ours.close()
                 raise
         process = cls(rank, popen, callbacks)
-        process._channel = await FrontChannel.connect(
-            ours,
-            lambda payload: process._callbacks.on_frame(process.rank, payload),
-            lambda reason: process._callbacks.on_closed(process.rank, reason),
-        )
-        process._channel.watch(hang_seconds, process._is_stopped)
+        await process._connect(ours, hang_seconds)
         return process
+
+    async def _connect(self, sock: socket.socket, hang_seconds: float) -> None:
+        try:
+            self._channel = await FrontChannel.connect(
+                sock,
+                lambda payload: self._callbacks.on_frame(self.rank, payload),
+                lambda reason: self._callbacks.on_closed(self.rank, reason),
+            )
+        except BaseException:  # nobody has it; the next process of its rank must not be taken for it
+            self._callbacks = NO_CALLBACKS
+            self.signal(signal.SIGKILL)
+            raise
+        self._channel.watch(hang_seconds, self._is_stopped)
 
     def become(self, rank: int, callbacks: RankCallbacks) -> None:
         """A process on standby takes the place of a rank, before its Start message."""

@@ -1,7 +1,8 @@
-"""Where the process of a rank imports from."""
+"""The process of a rank: where it imports from, and how its end is seen."""
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import signal
 import subprocess
@@ -9,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import ep_server
-from ep_server.ranks.process import code_at_end, import_path
+from ep_server.ranks import process
+from ep_server.ranks.process import RankCallbacks, RankProcess, code_at_end, import_path
 
 ROOT = Path(ep_server.__file__).parents[1]
 # A front that found its own ep_server, then stands where another one lies.
@@ -99,6 +103,32 @@ ctypes.CDLL(None).syscall(60, 7)  # exit of this thread
     until(lambda: code_at_end(process.pid) is not None)
     process.wait(30)
     process.stdout.close()
+
+
+async def test_a_spawn_that_is_cancelled_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hears of its end, which may come when another process has its rank."""
+    made: list[Any] = []
+    start = process.subprocess.Popen
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        made.append(start(*arguments, **options))
+        return made[0]
+
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
+    heard: list[int] = []
+    callbacks = RankCallbacks(
+        lambda rank, frame: None, lambda rank, why: heard.append(rank), lambda rank, code: heard.append(rank)
+    )
+    spawning = asyncio.ensure_future(RankProcess.spawn(0, "ep_server.ranks.life", (), callbacks, 60.0))
+    await asyncio.sleep(0)
+    assert len(made) == 1 and not spawning.done()
+    spawning.cancel()
+    await asyncio.wait((spawning,))
+    assert spawning.cancelled()
+    async with asyncio.timeout(30):
+        while made[0].returncode is None:
+            await asyncio.sleep(0.01)
+    assert made[0].returncode == -signal.SIGKILL and not heard
 
 
 def until(condition: Callable[[], bool]) -> None:
