@@ -94,10 +94,10 @@ class GroupEvents:
         if self._active:
             self._listener.on_running(self._numbers[rank], sequences)
 
-    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
+    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
         """As RankListener.on_begun."""
         if self._active:
-            self._listener.on_begun(self._numbers[rank], numbers)
+            self._listener.on_begun(self._numbers[rank], numbers, adding)
 
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """As RankListener.on_kv_events."""

@@ -57,7 +57,7 @@ class ActiveRequest:
     scored: int = 0  # prompt positions whose log probabilities are delivered
     begun: bool = False  # its rank has computed a part of it
     losses: int = 0  # of ranks, since its last token
-    suspected: int = 0  # of these: losses of ranks that had begun to compute it
+    suspected: int = 0  # of these: losses of ranks that had begun to compute it, or were adding it
     cached_tokens: int = 0
     first_at: float = 0.0
     last_at: float = 0.0

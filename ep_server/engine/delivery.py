@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 # A call's own deadline cancels it a moment before the same deadline of the request passes.
 DEADLINE_SLACK_SECONDS = 0.05
-MAX_LOSSES = 2  # of ranks that computed a request, which it survives without a token in between
+MAX_LOSSES = 2  # of ranks that computed or added a request, which it survives without a token in between
 
 
 class Delivery:
@@ -128,9 +128,9 @@ class Delivery:
         """Keeps how many sequences a rank runs."""
         self._requests.ranks[rank].admitted = sequences
 
-    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
+    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
         """From now on, these requests may be why the rank is lost."""
-        self._requests.begin(rank, numbers)
+        self._requests.begin(rank, numbers, adding)
 
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """Passes changes of a rank's prefix cache to the subscribers."""
@@ -243,7 +243,7 @@ class Delivery:
     def resume(self) -> int:
         """Gives every open request that no rank has to its rank, oldest first. Returns: how many.
 
-        One that more than MAX_LOSSES ranks have computed, and not to a token, ends: it may be the cause.
+        One that cost more than MAX_LOSSES ranks, which computed or added it, ends: it may be the cause.
         """
         self.down = False
         self.orders.begin()
@@ -255,7 +255,7 @@ class Delivery:
         self.phases.resumed(active.request.number for active in waiting if active.output_tokens)
         for active in sorted(waiting, key=lambda active: active.request.number):
             if active.suspected > MAX_LOSSES:
-                why = f"{self.lost_message}; it was lost {active.suspected} times while it was computed"
+                why = f"{self.lost_message}; {active.suspected} ranks were lost while they worked on it"
                 self.fail(active, Event.FAIL, RankLost(why), at_rank=False)
             else:
                 self._ranks.submit(active.rank, active.continued())

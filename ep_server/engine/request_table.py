@@ -28,6 +28,7 @@ class RankCount:
 
     tokens: of prompts and outputs whose KV is on the rank, or soon will be; a shared prompt counts once.
     admitted: sequences in prefill or decode, as the rank reported last.
+    adding: number of the request that the rank is putting into its queue; 0 = none.
     """
 
     waiting: int = 0
@@ -35,6 +36,7 @@ class RankCount:
     releasing: int = 0
     tokens: int = 0
     admitted: int = 0
+    adding: int = field(default=0, compare=False)
     priorities: Counter[int] = field(default_factory=Counter)  # of waiting requests
 
     @property
@@ -94,18 +96,23 @@ class RequestTable:
             count.tokens += len(active.request.prompt_ids)
         self._sharing[group] += 1
 
-    def begin(self, rank: int, numbers: Sequence[int]) -> None:
-        """A rank begins to compute these requests."""
+    def begin(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
+        """A rank begins to compute these requests, or is adding one."""
+        self.ranks[rank].adding = adding
         for number in numbers:
             active = self._by_number.get(number)
             if active is not None and active.rank == rank:
                 active.begun = True
 
     def lost(self, rank: int) -> None:
-        """A rank was lost: counts it for each of its requests."""
+        """A rank was lost: counts it for each of its requests. The next process has begun none of them."""
+        count = self.ranks[rank]
         for active in self:
-            active.losses += active.rank == rank
-            active.suspected += active.rank == rank and active.begun
+            if active.rank == rank:
+                active.losses += 1
+                active.suspected += active.begun or active.request.number == count.adding
+                active.begun = False
+        count.adding = 0
 
     def started(self, active: ActiveRequest) -> None:
         """Its first token arrived."""

@@ -391,7 +391,7 @@ class RankProcesses:
 def _tell_of_requests(listener: RankListener, rank: int, message: pb.FromRank) -> None:
     kind = message.WhichOneof("kind")
     if kind == "begun":
-        listener.on_begun(rank, message.begun.numbers)
+        listener.on_begun(rank, message.begun.numbers, message.begun.adding)
     elif kind == "freed":
         listener.on_freed(rank, message.freed.number)
     else:

@@ -75,8 +75,11 @@ class RankListener(Protocol):
         """Sequences that a rank runs now, in prefill or decode; after a step that changed their number."""
         ...
 
-    def on_begun(self, rank: int, numbers: Sequence[int]) -> None:
-        """Requests that are in a step of a rank for the first time since submit(); before it runs."""
+    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
+        """Requests that are in a step of a rank for the first time since submit(); before it runs.
+
+        adding: the request that it puts into its queue, until the next call for this rank; 0 = none.
+        """
         ...
 
     def on_kv_events(self, batch: KvEventBatch) -> None:

@@ -253,8 +253,7 @@ class RankWorker:
         for number, reason in self._masks.failures().items() if len(self._masks) else ():
             self._scheduler.fail(number)
             self._drop(number)
-            message = f"the grammar cannot be followed: {reason}"
-            self._send(failed_message(number, message, by_grammar=True))
+            self._send(failed_message(number, f"the grammar cannot be followed: {reason}", by_grammar=True))
         for number in [number for number in self._held if self._masks.ready(number)]:
             self._held.discard(number)
             self._scheduler.release(number)
@@ -334,6 +333,7 @@ class RankWorker:
 
     def _add(self, wire: pb.Request) -> None:
         """A request that cannot be added fails alone: it is in no queue yet."""
+        self._send(pb.FromRank(begun=pb.Begun(adding=wire.number)))  # before what such a request may break
         try:
             self._enqueue(request_of(wire))
         except Exception as error:
@@ -341,6 +341,7 @@ class RankWorker:
             self._send(failed_message(wire.number, one_line(error)))
         else:
             self._meter.arrived(wire.number, self._clock())
+        self._send(pb.FromRank(begun=pb.Begun()))
 
     def _enqueue(self, request: Request) -> None:
         self._runner.add(request)
@@ -393,8 +394,7 @@ class RankWorker:
         self._reported = self._clock()
         counters = self._copier.counters() | self._handoff.counters() | self._modes.counters()
         parts = self._exchange.statistics(), self._runner.statistics(), counters
-        measured = self._meter.gather(self._scheduler.load(), *parts)
-        self._send(statistics_message(measured))
+        self._send(statistics_message(self._meter.gather(self._scheduler.load(), *parts)))
 
     def _send(self, message: pb.FromRank) -> None:
         self._channel.send(message.SerializeToString())

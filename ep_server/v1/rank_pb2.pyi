@@ -357,10 +357,12 @@ class FromRank(_message.Message):
     def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., introduction: _Optional[_Union[Introduction, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventBatch, _Mapping]] = ..., order_done: _Optional[_Union[OrderDone, _Mapping]] = ..., running: _Optional[int] = ..., interrupted: _Optional[_Union[Fatal, _Mapping]] = ..., regrouped: _Optional[_Union[Regrouped, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
 
 class Begun(_message.Message):
-    __slots__ = ("numbers",)
+    __slots__ = ("numbers", "adding")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    ADDING_FIELD_NUMBER: _ClassVar[int]
     numbers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
+    adding: int
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., adding: _Optional[int] = ...) -> None: ...
 
 class Regrouped(_message.Message):
     __slots__ = ("generation", "load_seconds")

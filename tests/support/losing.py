@@ -12,6 +12,7 @@ from typing import Any
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.config import Config
 from ep_server.frontend.server import Server
+from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.restarting import RestartingRanks
 from tests.support.frontend import Recorder
@@ -78,8 +79,8 @@ class Losing:
 
 
 @asynccontextmanager
-async def losing(hang_seconds: float = 60.0, **fields: Any) -> AsyncIterator[Losing]:
-    """hang_seconds: so long that a busy machine looks like no hang."""
+async def losing(hang_seconds: float = 60.0, module: str = WORKER, **fields: Any) -> AsyncIterator[Losing]:
+    """hang_seconds: so long that a busy machine looks like no hang. module: of the rank processes."""
     config = Config.from_values(
         {
             "grpc.port": 0,
@@ -97,7 +98,7 @@ async def losing(hang_seconds: float = 60.0, **fields: Any) -> AsyncIterator[Los
         }
         | {name.replace("__", "."): value for name, value in fields.items()}
     )
-    async with serving(config) as made:
+    async with serving(config, module) as made:
         yield Losing(made.server, made.ranks, made.client, made.heard)
 
 

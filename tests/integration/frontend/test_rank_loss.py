@@ -10,8 +10,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError
 
 from tests.support.losing import ASKED, NEW, RANKS, WAIT, Losing, losing, run_all, seen
+from tests.support.ranks.fatal_add_rank import FATAL
 
 Loss = Callable[[Losing, random.Random], Awaitable[None]]
 
@@ -149,3 +152,18 @@ async def test_many_losses_change_no_output(loss: Loss, times: int) -> None:
         for _ in range(times):
             await lose(lost, loss, draw, expected)
         await balanced(lost)
+
+
+async def test_a_request_that_is_fatal_to_add_ends_alone() -> None:
+    """It ends every process that puts it into its queue. The others lose three ranks, and no token."""
+    fields = {"parallel__ranks": 2, "scheduler__max_step_tokens": 512}
+    async with losing(module="tests.support.ranks.fatal_add_rank", **fields) as lost:
+        asked = ASKED[:1] + ASKED[2:4]
+        expected = [seen(output) for output in await run_all(lost.client, asked)]
+        running = asyncio.ensure_future(run_all(lost.client, asked))
+        await lost.until(lambda: len(lost.server.engine._requests) >= 4)
+        with pytest.raises(AioRpcError, match="; 3 ranks were lost while they worked on it") as caught:
+            await lost.client.complete(list(FATAL), max_new_tokens=4, timeout=WAIT)
+        assert caught.value.code() is StatusCode.UNAVAILABLE
+        assert [seen(output) for output in await running] == expected
+        assert len(lost.heard.recovered) == 3

@@ -191,7 +191,7 @@ async def test_a_request_that_kills_its_ranks_ends_alone() -> None:
             ranks.hold()
         error = await failure(bad)
         assert error.code() is Code.UNAVAILABLE
-        assert error.details().endswith("lost 3 times while it was computed")
+        assert error.details().endswith("; 3 ranks were lost while they worked on it")
         good = served.client.generate([7], max_new_tokens=2)
         ranks.release()
         assert [t for e in await rest(good) for t in e.tokens.token_ids] == [8, 9]

@@ -50,6 +50,26 @@ def test_a_request_goes_through_the_table() -> None:
     assert len(made) == 1 and made.ranks[0].in_flight == made.ranks[0].tokens == 0
 
 
+def test_losses_count_against_what_a_rank_worked_on() -> None:
+    """Once each: the process that starts in its place has begun nothing, and may be lost too."""
+    made, running, other = table()
+    adding, queued = active(3), active(4)
+    made.add(adding)
+    made.add(queued)
+    made.begin(0, [], adding=4)
+    made.begin(0, [1])  # request 4 is in the queue
+    made.begin(0, [], adding=3)
+    for losses in (1, 2):
+        made.lost(0)
+        assert [each.suspected for each in (running, adding, queued, other)] == [1, 1, 0, 0]
+        assert [each.losses for each in (running, adding, queued, other)] == [losses, losses, losses, 0]
+    made.begin(0, [], adding=3)
+    made.lost(1)
+    made.lost(0)
+    assert [each.suspected for each in (running, adding, queued, other)] == [1, 2, 0, 0]
+    made.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("ready", "ranks", "run"),
     [((1, 2), [2, 2, 1], {1: 80, 2: 60}), ((0, 1, 2), [2, 0, 0], {0: 60, 1: 50, 2: 30})],
