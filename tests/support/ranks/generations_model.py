@@ -8,6 +8,9 @@ whether the step runs or a change is switched to. COMPUTE: it waits until all ha
 compute. COMBINE: it waits until all have computed, then publishes a token of each of its requests. An abort
 ends such a wait; the rank then waits for a Regroup.
 
+Where no rank is left, new processes start in all places, and as many as are there go on. What a rank has
+voted is in memory that outlives its process.
+
 Step numbers count in a circle of four, which is enough as no rank is two steps ahead: so states are finite
 although ranks step for ever. Transitions check what must never happen. Afterwards every state must lead to
 one in which all tokens are published, nothing is under way and all live ranks step.
@@ -65,7 +68,8 @@ class Front(NamedTuple):
     """top: the highest generation so far. abort: generations up to it are ended. places: ordered last.
 
     received: tokens by request. owners: rank by request. change: under way, ordered: it is decided.
-    joining: a rank that loads, -1 = none. lost: ranks whose loss is not handled. variant: of places."""
+    joining: a rank that loads, -1 = none. lost: ranks whose loss is not handled. variant: of places.
+    starting: places of all ranks once none was left, until some of the new processes go on."""
 
     top: int = 0
     abort: int = -1
@@ -77,6 +81,7 @@ class Front(NamedTuple):
     ordered: bool = False
     joining: int = -1
     lost: tuple[int, ...] = ()
+    starting: tuple[int, ...] = ()
     variant: int = 0
     made: int = 0
     faults: int = 0
@@ -100,6 +105,7 @@ class Rules:
     await_loaded: the front orders a switch once all ranks have loaded.
     forget_change: a regroup drops the change that was under way.
     abort_waits: a loss ends the waits of the others.
+    count_on: generations count on where no rank was left.
     """
 
     await_end: bool = True
@@ -111,6 +117,7 @@ class Rules:
     await_loaded: bool = True
     forget_change: bool = True
     abort_waits: bool = True
+    count_on: bool = True
 
 
 @dataclass(frozen=True)
@@ -209,11 +216,10 @@ class Model:
             return
         after = front._replace(faults=front.faults + 1)
         for number, rank in enumerate(ranks):
-            others = [each for each in front.live if each != number and ranks[each].status == RUNNING]
-            if rank.status == RUNNING and others:  # without any, all ranks start again
+            if rank.status == RUNNING:
                 dead = _with(ranks, number, rank._replace(status=ENDED))
                 yield f"rank {number} dies", (after, dead), True
-                if self.bounds.suspects and number not in front.lost:
+                if self.bounds.suspects and number not in (*front.lost, *front.starting):
                     killed = _with(ranks, number, rank._replace(status=KILLED))
                     yield f"the front kills rank {number}", (_lost(after, number), killed), True
 
@@ -361,6 +367,9 @@ class Model:
     # The front.
 
     def _front_moves(self, front: Front, ranks: tuple[Rank, ...]) -> Iterator[tuple[str, State]]:
+        if front.starting:
+            yield from self._replaced(front, ranks)
+            return
         for lost in self._noticed(front, ranks):
             yield f"front regroups without ranks {lost}", self._regroups(front._replace(lost=lost), ranks)
         if front.lost:
@@ -411,7 +420,7 @@ class Model:
         )
         if joins >= 0:
             slots = self._held((EMPTY,) * SLOTS, change.places, joins)
-            ranks = _with(ranks, joins, Rank(RUNNING, -1, slots=slots))
+            ranks = _with(ranks, joins, Rank(RUNNING, -1, slots=slots, votes=ranks[joins].votes))
         for each in front.live:
             ranks = _send(ranks, each, change)
         return front._replace(change=change, made=change.change, joining=joins, variant=variant), ranks
@@ -436,26 +445,53 @@ class Model:
         for number in front.lost:
             if self.rules.read_to_end:
                 ranks = self._reads_channel(ranks, number, received)
-        generation = front.top + 1
-        places = places_for(front.places, live, front.variant, True)
+        front = front._replace(received=tuple(received))
         ended = front.joining if front.joining not in front.lost else -1
         if ended >= 0:  # it has not joined: it starts again later
-            ranks = _with(ranks, ended, Rank())
+            ranks = _with(ranks, ended, Rank(votes=ranks[ended].votes))
+        if live:
+            return self._begins(front, ranks, live)
+        for number in range(len(ranks)):
+            ranks = self._starts(front, ranks, number)
+        everyone = tuple(range(len(ranks)))
+        return front._replace(starting=everyone, lost=(), change=None, ordered=False, joining=-1), ranks
+
+    def _starts(self, front: Front, ranks: tuple[Rank, ...], number: int) -> tuple[Rank, ...]:
+        slots = self._held((EMPTY,) * SLOTS, front.places, number)
+        return _with(ranks, number, Rank(RUNNING, -1, slots=slots, votes=ranks[number].votes))
+
+    def _replaced(self, front: Front, ranks: tuple[Rank, ...]) -> Iterator[tuple[str, State]]:
+        """Some of the new processes may be lost. Any that are there go on; the others join later."""
+        for number in front.starting:
+            if ranks[number].status == ENDED:
+                yield f"front starts rank {number} again", (front, self._starts(front, ranks, number))
+        for count in range(1, len(front.starting) + 1):
+            for live in combinations(front.starting, count):
+                there = ranks
+                for number in {*front.starting} - {*live}:
+                    there = _with(there, number, Rank(votes=ranks[number].votes))
+                top = front.top if self.rules.count_on else -1
+                after = front._replace(lost=front.starting, starting=(), top=top)
+                yield f"front goes on with new ranks {live}", self._begins(after, there, live)
+
+    def _begins(self, front: Front, ranks: tuple[Rank, ...], live: tuple[int, ...]) -> State:
+        """The next generation. Requests of lost ranks go to the first live one."""
+        generation = front.top + 1
+        places = places_for(front.places, live, front.variant, True)
         for each in live:
             ranks = _send(ranks, each, Message("regroup", 0, generation, live, places))
         owners = list(front.owners)
         for request, owner in enumerate(front.owners):
             if owner in front.lost:
                 owners[request] = live[0]
-                if received[request] < self.bounds.tokens:
-                    again = Message("add", request=(request, received[request]))
+                if front.received[request] < self.bounds.tokens:
+                    again = Message("add", request=(request, front.received[request]))
                     ranks = _send(ranks, live[0], again)
         after = front._replace(
             top=generation,
             abort=front.top,
             live=live,
             places=places,
-            received=tuple(received),
             owners=tuple(owners),
             change=None,
             ordered=False,
@@ -475,7 +511,7 @@ class Model:
 
     def _is_finished(self, state: State) -> bool:
         front, ranks = state
-        if front.lost or front.change is not None or front.joining >= 0:
+        if front.lost or front.starting or front.change is not None or front.joining >= 0:
             return False
         for each in front.live:
             rank = ranks[each]

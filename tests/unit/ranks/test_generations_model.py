@@ -1,5 +1,7 @@
 """Generations are safe in every interleaving: ranks lost in every state, twice, during a move and a join.
 
+The last rank too, and the processes that start in the places of all.
+
 The broken variants at the end are the proof that the checker can fail.
 """
 
@@ -14,12 +16,19 @@ FAST = {
     "loss_during_a_move": Bounds(faults=1, moves=1),
     "loss_during_a_join": Bounds(faults=1, moves=0, joins=1, suspects=False),
     "loss_of_one_of_three": Bounds(ranks=3, faults=1, moves=0),
+    "losses_of_the_only_rank": Bounds(ranks=1, faults=3, moves=0, tokens=2),
+    "loss_of_all": Bounds(faults=2, moves=0),
+    "loss_of_all_during_a_move": Bounds(faults=2, moves=1, suspects=False),
+    "loss_of_all_during_a_join": Bounds(faults=2, moves=0, joins=1, suspects=False),
 }
 LARGE = {
     "two_losses_of_three": Bounds(ranks=3, faults=2, moves=0, suspects=False),
     "two_losses_with_joins": Bounds(faults=2, moves=0, joins=2),
     "loss_during_a_move_or_join": Bounds(faults=1, moves=1, joins=1),
     "loss_during_a_move_of_three": Bounds(ranks=3, faults=1, moves=1, suspects=False),
+    "loss_of_all_during_a_move_or_join": Bounds(faults=2, moves=1, joins=1, suspects=False),
+    "three_losses_of_two_with_a_join": Bounds(faults=3, moves=0, joins=1, suspects=False),
+    "loss_of_all_of_three": Bounds(ranks=3, faults=3, moves=0, suspects=False),
 }
 
 
@@ -49,6 +58,11 @@ BROKEN = {
     "slots_that_serve_are_overwritten": (Rules(free_slots=False), Bounds(faults=0), "which serves"),
     "switch_before_all_have_loaded": (Rules(await_loaded=False), MOVE, "does not hold"),
     "change_outlives_a_regroup": (Rules(forget_change=False), MOVE, "no live rank serves"),
+    "generations_begin_anew": (
+        Rules(count_on=False),
+        FAST["loss_of_all_during_a_move"],
+        "different generations",
+    ),
     "nobody_ends_the_waits": (Rules(abort_waits=False), Bounds(faults=1, moves=0), "never finishes"),
 }
 
