@@ -156,7 +156,7 @@ async def lose_one(client: AsyncClient, asked: argparse.Namespace, draw: random.
         stream = client.generate(prompt, max_new_tokens=asked.new_tokens, **fields)
         found = Answer(stream.output)
         async for tokens in stream:
-            found.arrivals.setdefault(tokens.index, []).append(time.monotonic())
+            found.got(tokens, time.monotonic())
         return found
 
     faults = await Faults.on(client, plan, draw)
@@ -172,7 +172,7 @@ async def lose_one(client: AsyncClient, asked: argparse.Namespace, draw: random.
             gaps = sorted(
                 gap
                 for each in whole
-                if (each.output.info.rank in loss.ranks) == (who == "lost rank")
+                if (each.rank_at(loss.began) in loss.ranks) == (who == "lost rank")
                 for gap in each.gaps(loss.began, loss.ended)
             )
             if gaps:

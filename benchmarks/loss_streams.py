@@ -92,7 +92,7 @@ class Load:
         self.open[id(answer)] = answer
         try:
             async for tokens in stream:
-                answer.arrivals.setdefault(tokens.index, []).append(time.monotonic())
+                answer.got(tokens, time.monotonic())
         finally:
             del self.open[id(answer)]
         return answer

@@ -66,7 +66,7 @@ class Load:
                 stream = self._client.generate(prompt, max_new_tokens=new, ignore_eos=True, seed=number)
                 answer = Answer(stream.output)
                 async for tokens in stream:
-                    answer.arrivals.setdefault(tokens.index, []).append(time.monotonic())
+                    answer.got(tokens, time.monotonic())
             except EpServerError as error:
                 self.wrong.append(f"stream {number}: {error}")
                 await asyncio.sleep(0.1)

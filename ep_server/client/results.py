@@ -28,8 +28,8 @@ class TokenLogprob:
 class Tokens:
     """Tokens drawn since the last event of the same sequence.
 
-    text: final; may lag behind token_ids. index: the sequence. step: of the rank, weights_version: of its
-    weights, for the last token.
+    text: final; may lag behind token_ids. index: the sequence. For the last token: rank that drew it, step
+    of that rank, weights_version of its weights.
     """
 
     token_ids: list[int]
@@ -38,11 +38,12 @@ class Tokens:
     index: int
     step: int
     weights_version: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
-    """The request was admitted. seed: of sequence 0, given or random."""
+    """The request was admitted. rank: that runs it at first. seed: of sequence 0, given or random."""
 
     request_id: str
     model: str
@@ -136,7 +137,8 @@ class Output:
 
 def _tokens(wire: Any) -> Tokens:
     logprobs = [TokenLogprob.of(each) for each in wire.logprobs]
-    return Tokens(list(wire.token_ids), wire.text, logprobs, wire.index, wire.step, wire.weights_version)
+    last = wire.step, wire.weights_version, wire.rank
+    return Tokens(list(wire.token_ids), wire.text, logprobs, wire.index, *last)
 
 
 def _finished(wire: Any) -> Finished:

@@ -315,7 +315,7 @@ class Delivery:
         at_rank = event.finish is None
         try:
             text, found = active.text_of(event)
-            active.stream.put(event, text)
+            active.stream.put(event, text, active.rank)
         except SlowReader as error:
             self.fail(active, Event.FAIL, error, at_rank=at_rank)
             return

@@ -41,12 +41,14 @@ class Chunk:
     """Result of one read: tokens in order, their final text, and the completion if it is the last.
 
     prompt: parts of the prompt's log probabilities, in order; they come before all tokens.
+    rank: that drew the last token.
     """
 
     events: list[TokenEvent] = field(default_factory=list)
     text: str = ""
     completion: Completion | None = None
     prompt: list[PromptLogprobs] = field(default_factory=list)
+    rank: int = 0
 
 
 class TokenStream:
@@ -92,8 +94,8 @@ class TokenStream:
         self._prompt.append(scored)
         self._wake()
 
-    def put(self, event: TokenEvent, text: str) -> None:
-        """Queues a token and the text that it made final.
+    def put(self, event: TokenEvent, text: str, rank: int = 0) -> None:
+        """Queues a token that a rank has drawn, and the text that it made final.
 
         Raises: SlowReader when more than `capacity` tokens wait; the caller ends the request with it.
         """
@@ -101,7 +103,7 @@ class TokenStream:
             raise InternalError(f"token of request {event.number} after the end of its stream")
         if len(self._held) >= self._capacity:
             raise SlowReader(f"the reader is {self._capacity} tokens behind, the limit of grpc.stream_buffer")
-        self._held.append(_pack(event, text))
+        self._held.append(_pack(event, text, rank))
         self._wake()
 
     def finish(self, completion: Completion) -> None:
@@ -141,9 +143,10 @@ class TokenStream:
         taken, self._held = self._held[:longest], self._held[longest:]
         if taken:
             self._needed = self._interval
-        text = "".join(text for _, text, _ in taken)
+        text = "".join(text for _, text, _, _ in taken)
         completion = None if self._held else self._completion
-        return Chunk([_unpack(held) for held in taken], text, completion, prompt)
+        rank = taken[-1][3] if taken else 0
+        return Chunk([_unpack(held) for held in taken], text, completion, prompt, rank)
 
     def _ready(self) -> bool:
         if self._closed:
@@ -156,17 +159,17 @@ class TokenStream:
 
 
 # A waiting token: alternatives as (id, logprob, id, logprob, ...), a sixth of the memory of tuples.
-_Held = tuple[TokenEvent, str, "array[float] | None"]
+_Held = tuple[TokenEvent, str, "array[float] | None", int]
 
 
-def _pack(event: TokenEvent, text: str) -> _Held:
+def _pack(event: TokenEvent, text: str, rank: int) -> _Held:
     if not event.top:
-        return event, text, None
-    return event._replace(top=()), text, array("d", chain.from_iterable(event.top))
+        return event, text, None, rank
+    return event._replace(top=()), text, array("d", chain.from_iterable(event.top)), rank
 
 
 def _unpack(held: _Held) -> TokenEvent:
-    event, _, top = held
+    event, _, top, _ = held
     if top is None:
         return event
     pairs = zip(top[::2], top[1::2], strict=True)

@@ -102,7 +102,7 @@ def _prompt_logprobs(scored: PromptLogprobs) -> Any:
 
 def _tokens(index: int, chunk: Chunk, shape: ResponseShape) -> Any:
     last = chunk.events[-1]
-    tokens = decode_pb2.Tokens(index=index, step=last.step, weights_version=last.weights)
+    tokens = decode_pb2.Tokens(index=index, step=last.step, weights_version=last.weights, rank=chunk.rank)
     if chunk.events[0].weights != last.weights:
         tokens.tokens_of_earlier_weights = sum(event.weights < last.weights for event in chunk.events)
     if shape.token_ids:

@@ -242,7 +242,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, start: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("token_ids", "text", "logprobs", "index", "step", "weights_version", "tokens_of_earlier_weights")
+    __slots__ = ("token_ids", "text", "logprobs", "index", "step", "weights_version", "tokens_of_earlier_weights", "rank")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +250,7 @@ class Tokens(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_OF_EARLIER_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
@@ -257,7 +258,8 @@ class Tokens(_message.Message):
     step: int
     weights_version: int
     tokens_of_earlier_weights: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., index: _Optional[int] = ..., step: _Optional[int] = ..., weights_version: _Optional[int] = ..., tokens_of_earlier_weights: _Optional[int] = ...) -> None: ...
+    rank: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., index: _Optional[int] = ..., step: _Optional[int] = ..., weights_version: _Optional[int] = ..., tokens_of_earlier_weights: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("logprob", "top")

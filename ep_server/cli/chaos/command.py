@@ -268,16 +268,16 @@ def _ids(output: Output) -> list[list[int]]:
 def _add_gaps(report: Report, answer: Answer, faults: Faults) -> None:
     """Counts the longest gap of each sequence during each loss or change; else its longest one at all.
 
-    Messages do not name a rank, so a stream counts as one of the rank that it began on, also once it moved.
+    A stream that has moved counts as one of its new rank once it had a token there.
     """
-    rank, met = answer.output.info and answer.output.info.rank, False
+    met = False
     for change in faults.changes.done:
         gaps = answer.gaps(change.began, change.ended)
         report.gaps["change"] += gaps
         met = met or bool(gaps)
     for loss in faults.losses:
         gaps = answer.gaps(loss.began, loss.ended)
-        report.gaps[LOST[2 if loss.alone else rank not in loss.ranks]] += gaps
+        report.gaps[LOST[2 if loss.alone else answer.rank_at(loss.began) not in loss.ranks]] += gaps
         met = met or bool(gaps)
     if not met:
         report.gaps["undisturbed"] += answer.gaps()
@@ -294,7 +294,7 @@ async def _answer(ask: Ask, one: Asked) -> Answer:
     stream = await ask(one.prompt_ids, **one.fields)
     answer = Answer(stream.output, began)
     async for tokens in stream:
-        answer.arrivals.setdefault(tokens.index, []).append(time.monotonic())
+        answer.got(tokens, time.monotonic())
     return answer
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ep_server.client import Output
+from ep_server.client.results import Tokens
 
 Fields = Mapping[str, Any]
 
@@ -65,12 +66,26 @@ def draw_requests(
 class Answer:
     """An output, and when each of its sequences got tokens, by index.
 
-    asked: when it was asked for. Times are of time.monotonic().
+    asked: when it was asked for. moves: when it had its first token of another rank, and which.
+    Times are of time.monotonic().
     """
 
     output: Output
     asked: float = 0.0
     arrivals: dict[int, list[float]] = field(default_factory=dict)
+    moves: list[tuple[float, int]] = field(default_factory=list)
+
+    def got(self, tokens: Tokens, now: float) -> None:
+        """Tokens arrived."""
+        self.arrivals.setdefault(tokens.index, []).append(now)
+        if tokens.rank != self.rank_at(now):
+            self.moves.append((now, tokens.rank))
+
+    def rank_at(self, time: float) -> int | None:
+        """The rank that drew the last token before; the one that the request began on if there was none."""
+        info = self.output.info
+        first = None if info is None else info.rank
+        return next((rank for at, rank in reversed(self.moves) if at <= time), first)
 
     @property
     def first_token(self) -> float:

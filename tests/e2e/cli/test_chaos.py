@@ -9,16 +9,19 @@ import random
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, ServerShape, parent_of, pids_here
+from ep_server.cli.chaos.command import _add_gaps
+from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, Loss, ServerShape, parent_of, pids_here
+from ep_server.cli.chaos.report import Report
 from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Lengths, draw_requests, seen
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
 from ep_server.client import AsyncClient, PrefillDecode
-from ep_server.client.results import Finished, Output, TokenLogprob, Usage
+from ep_server.client.results import Finished, Output, PromptInfo, TokenLogprob, Tokens, Usage
 from ep_server.config import Config
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
@@ -260,6 +263,20 @@ def test_gaps_are_those_that_overlap_a_loss() -> None:
     assert answer.gaps(1.2, 1.4) == [1.0, 0.5]
     assert answer.gaps(5.5, 9.0) == [1.5]
     assert answer.gaps(7.0, 9.0) == []
+
+
+def test_a_stream_counts_for_the_rank_that_it_is_on() -> None:
+    """From the first token of its new rank on, not for the one where it began."""
+    answer = Answer(Output(PromptInfo("a", "m", 1, rank=2, seed=0)), 0.5)
+    for now, rank in ((1.0, 2), (2.0, 2), (5.0, 0), (6.0, 0), (9.0, 1)):
+        answer.got(Tokens([7], "", [], 0, 0, rank=rank), now)
+    assert answer.arrivals == {0: [1.0, 2.0, 5.0, 6.0, 9.0]}
+    assert [answer.rank_at(time) for time in (0.0, 2.5, 5.5, 8.0, 10.0)] == [2, 2, 0, 0, 1]
+    report = Report(exact=True)
+    losses = [Loss(frozenset({rank}), began, ended) for rank, began, ended in ((2, 2.5, 5.5), (2, 6.5, 9.5))]
+    done: Any = SimpleNamespace(losses=losses, changes=SimpleNamespace(done=[]))
+    _add_gaps(report, answer, done)
+    assert report.gaps["lost rank"] == [3.0] and report.gaps["other ranks"] == [3.0]
 
 
 def output(ids: list[int], logprob: float = -1.0) -> Output:

@@ -81,6 +81,23 @@ async def test_each_phase_of_a_recovery_is_reported_once() -> None:
         assert min(of.values()) >= 0
 
 
+async def test_tokens_name_the_rank_that_drew_them() -> None:
+    """Those drawn before the loss and read later too."""
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=4, dp_rank=1, stream_interval=2)
+        assert (await next_event(call)).prompt_info.rank == 1
+        ranks.step(2)
+        ranks.kill(1)
+        await served.until(lambda: bool(served.heard.recovered))
+        (active,) = served.server.engine._requests
+        assert active.rank == 0
+        ranks.release()
+        drawn = [(list(e.tokens.token_ids), e.tokens.rank) for e in await rest(call) if e.HasField("tokens")]
+        assert drawn == [([2, 3], 1), ([4, 5], 0)]
+
+
 async def test_ranks_that_do_not_start_again_end_the_streams() -> None:
     ranks = FakeRanks(2)
     async with serving(ranks, resilience__on_rank_loss="recover") as served:
