@@ -35,7 +35,7 @@ from ep_server.cli.chaos.report import LOST, Report, as_dict, show
 from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
 from ep_server.cli.progress import Bars
 from ep_server.client import AsyncClient, AsyncStream, Output, PrefillDecode, Target
-from ep_server.errors import ConfigError, EpServerError
+from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError
 
 NAME = "chaos"
 PANEL = {"rich_help_panel": "Faults"}
@@ -151,7 +151,8 @@ async def run(
         asked = draw_requests(draw, streams, lengths, model.vocab_size, has_text=model.has_tokenizer)
         if prefill is not None:  # what is cached would not be handed off
             asked = [Asked(one.prompt_ids, {**one.fields, "bypass_prefix_cache": True}) for one in asked]
-        undisturbed = await asyncio.gather(*(_answer(_direct(client), one) for one in asked))
+        silence = plan.recover_seconds + SETTLE_SECONDS
+        undisturbed = [_whole(one) for one in await _answers(_direct(client), asked, silence)]
         expected = [answer.output for answer in undisturbed]
         report.first_tokens["undisturbed"] = [answer.first_token for answer in undisturbed]
         before = await _memory(client)
@@ -160,7 +161,7 @@ async def run(
             running = asyncio.ensure_future(_all(faults))
             try:
                 while not running.done():
-                    answers += await _round(ask, asked, expected, report)
+                    answers += _compare(await _answers(ask, asked, silence), asked, expected, report)
                     bars.show("faults", sum(each.count for each in faults), plan.count)
                 with suppress(EpServerError):
                     await running
@@ -237,11 +238,36 @@ async def _all(faults: Sequence[Faults]) -> None:
         raise failed.exceptions[0] from None
 
 
-async def _round(
-    ask: Ask, asked: Sequence[Asked], expected: Sequence[Output], report: Report
+async def _answers(ask: Ask, asked: Sequence[Asked], seconds: float) -> list[Answer | BaseException]:
+    """Runs all requests at once. They end once none of them has had a token for so long."""
+    begun: list[Answer] = []
+    tasks = [asyncio.ensure_future(_answer(ask, one, begun)) for one in asked]
+    before, tokens = -1, 0
+    try:
+        while tokens != before and not all(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=seconds)
+            before, tokens = tokens, sum(len(times) for each in begun for times in each.arrivals.values())
+    finally:
+        for task in tasks:
+            task.cancel()
+    silent = DeadlineExceeded(f"no stream has had a token for {seconds:g} s")
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    return [silent if isinstance(one, asyncio.CancelledError) else one for one in found]
+
+
+def _whole(answer: Answer | BaseException) -> Answer:
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _compare(
+    found: Sequence[Answer | BaseException],
+    asked: Sequence[Asked],
+    expected: Sequence[Output],
+    report: Report,
 ) -> list[Answer]:
-    """Runs all requests at once, and compares. Returns: those that were answered to the end."""
-    found = await asyncio.gather(*(_answer(ask, one) for one in asked), return_exceptions=True)
+    """What a round has given, with the undisturbed run. Returns: those that were answered to the end."""
     answers = []
     report.rounds += 1
     for number, (answer, undisturbed) in enumerate(zip(found, expected, strict=True)):
@@ -289,10 +315,11 @@ def _shown(output: Output, asked: Asked, report: Report) -> Any:
     return len(output.sequences) if free else seen(output, exact=report.exact)
 
 
-async def _answer(ask: Ask, one: Asked) -> Answer:
+async def _answer(ask: Ask, one: Asked, begun: list[Answer]) -> Answer:
     began = time.monotonic()
     stream = await ask(one.prompt_ids, **one.fields)
     answer = Answer(stream.output, began)
+    begun.append(answer)
     async for tokens in stream:
         answer.got(tokens, time.monotonic())
     return answer

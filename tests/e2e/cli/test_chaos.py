@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ep_server.cli.chaos.command import _add_gaps
+from ep_server.cli.chaos.command import _add_gaps, _answers, _compare, _direct
 from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, Loss, ServerShape, parent_of, pids_here
 from ep_server.cli.chaos.report import Report
-from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Lengths, draw_requests, seen
+from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Asked, Lengths, draw_requests, seen
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
 from ep_server.client import AsyncClient, PrefillDecode
@@ -29,6 +29,7 @@ from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import pid_space
 from ep_server.ranks.restarting import RestartingRanks
 from ep_server.records import FinishReason
+from ep_server.testing.fake_ranks import FakeRanks
 from ep_server.v1 import control_pb2
 from tests.support.cluster.nodes import nodes
 from tests.support.fabric.fabric_ends import needs
@@ -263,6 +264,22 @@ def test_gaps_are_those_that_overlap_a_loss() -> None:
     assert answer.gaps(1.2, 1.4) == [1.0, 0.5]
     assert answer.gaps(5.5, 9.0) == [1.5]
     assert answer.gaps(7.0, 9.0) == []
+
+
+async def test_streams_without_a_token_are_an_error() -> None:
+    """A server that never serves again would else hold up the command for ever."""
+    asked = [Asked([1], {"max_new_tokens": count}) for count in (1, 4, 4)]
+    async with serving(FakeRanks(2)) as served, AsyncClient(served.server.address) as client:
+        (whole,) = await _answers(_direct(client), asked[:1], WAIT)
+        assert isinstance(whole, Answer) and whole.output.token_ids == [2]
+        served.ranks.hold()
+        async with asyncio.timeout(WAIT):
+            found = await _answers(_direct(client), asked, 0.5)
+        assert [str(each) for each in found] == ["no stream has had a token for 0.5 s"] * 3
+        report = Report(exact=True)
+        assert _compare(found, asked, [Output()] * 3, report) == [] and len(report.errors) == 3
+        await served.until(lambda: served.server.engine.statistics().open_streams == 0)
+        served.ranks.release()
 
 
 def test_a_stream_counts_for_the_rank_that_it_is_on() -> None:
