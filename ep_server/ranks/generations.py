@@ -255,16 +255,19 @@ class Generations:
             self._returning = asyncio.get_running_loop().create_task(self._return())
 
     async def _return(self) -> None:
+        turn = 0  # a rank that does not join holds up no other
         while (absent := self.wanted - self.live - set(self.out)) or (
             self.live - self.wanted and self.live & self.wanted
         ):
+            rank = sorted(absent)[turn % len(absent)] if absent else -1
+            turn += 1
             try:
                 if absent:
-                    await self.join([min(absent)])
+                    await self.join([rank])
                 else:
                     await self.change(self.live & self.wanted)
             except EpServerError as error:
-                what = f"rank {min(absent)} does not join" if absent else "ranks that shall leave do not"
+                what = f"rank {rank} does not join" if absent else "ranks that shall leave do not"
                 log.warning("%s yet: %s", what, error)
                 await asyncio.sleep(AGAIN_SECONDS)
         for rank in sorted(set(self.out) - self.live - self.held):
@@ -361,13 +364,9 @@ class Generations:
         if self._board.signs or not self.over:
             raise Unavailable("a rank was lost while the ranks switched")
         pause = max((done.seconds for done in answers.values()), default=0.0)
-        log.info(
-            "generation %d: ranks %s serve; they paused %.1f ms, switched within %.1f ms",
-            self.generation,
-            sorted(target),
-            pause * 1000,
-            (time.monotonic() - began) * 1000,
-        )
+        text = "generation %d: ranks %s serve; they paused %.1f ms, switched within %.1f ms"
+        within = time.monotonic() - began
+        log.info(text, self.generation, sorted(target), pause * 1000, within * 1000)
         for rank in before - target:
             self._listener.on_left(rank)
         await self._leave(before - target)

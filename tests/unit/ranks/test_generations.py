@@ -70,7 +70,13 @@ def group(stall: float = 60.0) -> tuple[Board, Hosts, Generations]:
     return board, hosts, Generations(board, hosts, NO_CALLBACKS, listener, timing, 0)
 
 
-def four_ranks() -> tuple[Board, Hosts, Generations]:
+THREE_OF_FOUR = Placement(8, 3, ((0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1),), ((1, 1, 0) * 4,))
+ALL_FOUR = Placement(8, 2, ((*range(8),),), ((1,) * 8,))
+
+
+def four_ranks(
+    placement: Placement = THREE_OF_FOUR, rank_losses: int = 0
+) -> tuple[Board, Hosts, Generations]:
     """Any three of them hold all experts, two do not. Processes regroup at once."""
 
     def heard(rank: int, payload: bytes) -> None:
@@ -80,12 +86,12 @@ def four_ranks() -> tuple[Board, Hosts, Generations]:
 
     hosts: Any = Hosts()
     hosts.heard = heard
-    hosts.plan.placement = Placement(8, 3, ((0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1),), ((1, 1, 0) * 4,))
+    hosts.plan.placement = placement
     board: Any = Board({rank: Process(rank, heard) for rank in range(4)})
     board.ready |= {rank: ready(rank) for rank in range(4)}
     listener: Any = SimpleNamespace(on_group=lambda state: None, on_rank_lost=lambda rank, cause: None)
     timing = Timing(start_stall=60.0, grace=1.0, kill=60.0, answer=60.0)
-    made = Generations(board, hosts, NO_CALLBACKS, listener, timing, 0)
+    made = Generations(board, hosts, NO_CALLBACKS, listener, timing, rank_losses)
     return board, hosts, made
 
 
@@ -255,6 +261,26 @@ async def test_new_processes_take_the_places_of_all_ranks() -> None:
     restarted = await asyncio.wait_for(restarting, 30)
     assert {each.rank for each in restarted.ready} == {1, 2, 3} == made.live and not restarted.kept
     assert [process.rank for process in hosts.started] == [0, 1, 2, 3] and board.processes[0] is loading
+    await made.stop()
+
+
+async def test_a_rank_that_does_not_join_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, made = group()
+    joins: list[list[int]] = []
+
+    async def join(ranks: list[int]) -> float:
+        joins.append(ranks)
+        if ranks == [2]:
+            raise Unavailable("rank 2 was lost while it started")
+        made.live |= set(ranks)
+        return 0.0
+
+    monkeypatch.setattr(made, "join", join)
+    monkeypatch.setattr(generations, "AGAIN_SECONDS", 0.01)
+    made.wanted |= {2, 3}
+    made.bring_back()
+    await until(lambda: len(joins) >= 4)
+    assert joins[:4] == [[2], [3], [2], [2]] and made.live == {0, 1, 3}
     await made.stop()
 
 
