@@ -73,7 +73,8 @@ class Generations:
         spares, live = self._replacing.plan.spares, tuple(sorted(self.live))
         ready = tuple(self._board.ready[rank] for rank in live if rank in self._board.ready)
         lacking = spares.lacking_bytes(len(live))
-        state = GroupState(self.generation, live, lacking, self.placement, ready, dict(self.out))
+        out = {rank: why for rank, why in self.out.items() if rank not in self.live}
+        state = GroupState(self.generation, live, lacking, self.placement, ready, out)
         self._listener.on_group(state)
 
     def takes(self, sign: Sign) -> bool:

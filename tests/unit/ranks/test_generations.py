@@ -264,6 +264,24 @@ async def test_new_processes_take_the_places_of_all_ranks() -> None:
     await made.stop()
 
 
+@pytest.mark.parametrize("placement", [THREE_OF_FOUR, ALL_FOUR])
+async def test_a_rank_that_serves_is_not_reported_out(placement: Placement) -> None:
+    """It is lost too often, and stays out where the others can go on without it."""
+    board, hosts, made = four_ranks(placement, rank_losses=1)
+    states: list[Any] = []
+    made._listener.on_group = states.append  # type: ignore[method-assign]
+    lose(board, 2)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: []))
+    await until(lambda: hosts.started or restarting.done())
+    board.ready[2] = ready(2)
+    board.heard.set()
+    await asyncio.wait_for(restarting, 30)
+    stays_out = placement is THREE_OF_FOUR
+    assert set(states[-1].live) == made.live == ({0, 1, 3} if stays_out else {0, 1, 2, 3})
+    assert set(states[-1].out) == ({2} if stays_out else set())
+    await made.stop()
+
+
 async def test_a_rank_that_does_not_join_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, made = group()
     joins: list[list[int]] = []
