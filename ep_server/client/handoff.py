@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 from ep_server.client.asynchronous import AsyncClient, AsyncStream
@@ -17,6 +17,7 @@ from ep_server.v1 import decode_pb2
 log = logging.getLogger(__name__)
 
 HANDLE_SECONDS = 5.0  # for a prefill server to admit a request
+ASK_SECONDS, AGAIN_SECONDS = 1.0, 0.2  # for its answer to a health check; between two of them
 COMMON = ("cache_salt", "priority", "deadline_ms")  # fields that a prefill has too
 
 
@@ -24,7 +25,8 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
     """Requests whose prompt is computed at one server and whose output comes from another.
 
     The decode server fetches the prompt's KV blocks while they are computed. Without the prefill server, or
-    if it is slow to answer, the decode server computes the prompt: no request fails for that reason.
+    if it does not answer, the decode server computes the prompt: no request fails for that reason. Once a
+    prefill server has not answered, no request waits for it until it answers health checks.
 
     Close it, or use it in `async with`. Closing it ends prefills that still run.
     """
@@ -36,13 +38,14 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         self._prefill, self._decode = AsyncClient(prefill, retries=NO_RETRIES), decode
         self._handle_seconds = handle_seconds
         self._prefills: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None  # while the prefill server does not answer
 
     async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         """Ends prefills that still run, and the connection to their server."""
-        for task in self._prefills:
+        for task in (*self._prefills, *([] if self._asking is None else [self._asking])):
             task.cancel()
         await self._prefill.close()
 
@@ -55,7 +58,9 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         return self._decode.generate(prompt, timeout=timeout, kv_handle=handle, **fields)
 
     async def _handle(self, prompt: str | Sequence[int], fields: Any) -> decode_pb2.KvHandle | None:
-        """Begins a prefill. Returns: None if the server does not admit it in time."""
+        """Begins a prefill. Returns: None if the server does not admit it in time, or did not."""
+        if self._asking is not None and not self._asking.done():
+            return None
         stream = self._prefill.generate(prompt, max_new_tokens=1, temperature=0.0, hold_kv=True, **fields)
         try:
             async with asyncio.timeout(self._handle_seconds):
@@ -63,11 +68,23 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         except (EpServerError, StopAsyncIteration, TimeoutError) as error:
             log.warning("the decode server computes the prompt: %s", error or type(error).__name__)
             await stream.close()
+            if isinstance(error, TimeoutError) and (self._asking is None or self._asking.done()):
+                self._asking = asyncio.get_running_loop().create_task(self._ask())
             return None
         task = asyncio.get_running_loop().create_task(_finish(stream))
         self._prefills.add(task)
         task.add_done_callback(self._prefills.discard)
         return handle
+
+    async def _ask(self) -> None:
+        """Until the prefill server answers."""
+        log.warning("%s does not answer: no request waits for it", self._prefill.target.address)
+        while True:
+            with suppress(EpServerError):
+                if await self._prefill.serving(timeout=ASK_SECONDS):
+                    break
+            await asyncio.sleep(AGAIN_SECONDS)
+        log.info("%s answers again", self._prefill.target.address)
 
 
 async def _finish(stream: AsyncStream) -> None:

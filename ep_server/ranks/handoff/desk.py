@@ -34,7 +34,7 @@ class HandoffDesk:
         if config.sends:
             port = config.port + rank if config.port else 0
             try:
-                times = config.hold_seconds, config.silence_seconds
+                times = config.hold_seconds, config.stall_seconds
                 beside = server.cluster.nodes > 1
                 exporter = KvExporter(rows, config.host, port, *times, lanes, beside=beside)
             except OSError as error:
@@ -49,10 +49,12 @@ class HandoffDesk:
         """(host:port, name of the local socket) where other servers fetch; empty if they cannot."""
         return ("", "") if self._exporter is None else (self._exporter.address, self._exporter.local)
 
-    @property
-    def look_seconds(self) -> float | None:
-        """How often a parked rank calls free_held(); None: not at all."""
-        return LOOK_SECONDS if self._exporter is not None and self._exporter.shows else None
+    def rest(self) -> float | None:
+        """The rank parks. Returns: how often it calls free_held() meanwhile; None: not at all."""
+        if self._exporter is None:
+            return None
+        self._exporter.rest()
+        return LOOK_SECONDS if self._exporter.shows else None
 
     def wait(self, seconds: float) -> None:
         """Until a fetch has ended, no longer than this. Returns at once if nothing is fetched."""

@@ -25,8 +25,10 @@ from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots, places_of
 from ep_server.ranks.handoff.lanes import Lanes, LaneSlots
 from ep_server.ranks.handoff.wire import (
     DONE,
+    KEEPALIVE_SECONDS,
     NOTHING,
     SLOTS,
+    WAITING,
     HandoffError,
     Hello,
     Line,
@@ -40,7 +42,6 @@ from ep_server.scheduler.handoffs import KvExport
 log = logging.getLogger(__name__)
 
 UNKNOWN_SECONDS = 2.0  # a key may arrive before its request has reached this rank
-KEEPALIVE_SECONDS = 0.5
 LAYER_SECONDS = 0.002  # how often a step is asked which layers it has written
 AGAIN_SECONDS = 0.5  # after a connection that could not be taken
 REMEMBERED = 1024  # keys that ended: refused at once
@@ -72,23 +73,26 @@ class KvExporter:
         host: str,
         port: int,
         hold_seconds: float,
-        silence: float,
+        stall: float,
         lanes: Lanes | None = None,
         *,
         beside: bool = False,
     ) -> None:
-        """hold_seconds: after the end of a request. silence: of a fetcher. Raises: OSError.
+        """hold_seconds: after the end of a request. Raises: OSError.
+
+        stall: a fetcher that takes nothing is left after it, and nobody waits for a rank that writes nothing.
 
         lanes: to fetchers of other hosts that have them; None = TCP. beside: while another group of ranks has
         the port, listens at `local` alone.
         """
         self._lanes = lanes
-        self._rows, self._hold_seconds, self._silence = rows, hold_seconds, silence
+        self._rows, self._hold_seconds, self._stall = rows, hold_seconds, stall
         self._shown: dict[bytes, _Shown] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()  # key -> why
         self._changed = threading.Condition()
         self._readers = threading.Semaphore(MAX_READERS)
-        self._sent = self._handoffs = self._step = 0
+        self._sent = self._handoffs = self._step = self._plans = 0
+        self._works, self._at, self._moved = False, (0, 0), 0.0  # at: step and parts, which moved last then
         self._closed = False
         self._place, shown = (host, port), f"[{host}]" if ":" in host else host
         tcp = self._listen(quiet=beside and port > 0)
@@ -105,6 +109,7 @@ class KvExporter:
         """What may be read from now on, and nothing else is. step: one was planned, which begins after it."""
         if step:
             self._step = self._rows.plan_step()  # before a reader can know what it will compute
+            self._plans, self._works = self._plans + 1, True
         now, listed = time.monotonic(), {export.key: export for export in exports}
         if not listed and not self._shown:
             return
@@ -112,7 +117,10 @@ class KvExporter:
             for key in self._shown.keys() - listed.keys():
                 self._end(key, "the blocks were given up or the request was cancelled")
             for key, export in listed.items():
-                shown = self._shown.setdefault(key, _Shown(export, self._step))
+                if key not in self._shown:
+                    freed = self._ended.get(key) == FETCHED
+                    self._shown[key] = _Shown(export, self._step, fetched=freed)
+                shown = self._shown[key]
                 if shown.export != export:
                     with shown.reading:
                         shown.step = self._step if export.planned > shown.export.planned else shown.step
@@ -133,6 +141,10 @@ class KvExporter:
             for key in [key for key, shown in self._shown.items() if shown.export.number in over]:
                 self._end(key, FETCHED if self._shown[key].fetched else "the blocks expired")
         return over
+
+    def rest(self) -> None:
+        """No step runs until the next one is planned."""
+        self._works = False
 
     @property
     def shows(self) -> bool:
@@ -155,10 +167,13 @@ class KvExporter:
         shown = self._shown.pop(key)
         with shown.reading:  # a read in progress ends first
             shown.gone = why
+        self._remember(key, why)
+        self._changed.notify_all()
+
+    def _remember(self, key: bytes, why: str) -> None:
         self._ended[key] = why
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
-        self._changed.notify_all()
 
     def _listen(self, *, quiet: bool) -> socket.socket | None:
         """None if the port is in use, and that is no error. Raises: OSError."""
@@ -192,9 +207,9 @@ class KvExporter:
                 sock.close()
 
     def _answer(self, sock: socket.socket) -> None:
-        line = Line(sock, self._silence)
+        line = Line(sock, self._stall)
         try:
-            with self._readers, torch.inference_mode():
+            with torch.inference_mode():
                 self._serve(line)
         except HandoffError as error:
             log.info("a hand-off ended early: %s", error)
@@ -206,18 +221,32 @@ class KvExporter:
             line.close()
 
     def _serve(self, line: Line) -> None:
-        line.until = time.monotonic() + self._silence  # few readers may hold a place
+        line.until = time.monotonic() + self._stall
         hello = Hello.receive(line)
         line.until = math.inf
         try:
-            shown = self._find(hello)
+            if hello.first == hello.end:
+                self._free(hello.key)
+                line.put(answer(Kind.PRIVATE))
+                return
+            shown = self._find(line, hello)
+            self._take_place(line, shown)
         except HandoffError as error:
             line.put(refusal(str(error)))
             return
-        if hello.first == hello.end:
-            self._fetched(shown)
-            line.put(answer(Kind.PRIVATE))
-            return
+        try:
+            self._send_all(line, hello, shown)
+        finally:
+            self._readers.release()
+
+    def _take_place(self, line: Line, shown: _Shown) -> None:
+        """Few fetches have memory at a time. Raises: HandoffError."""
+        while not self._readers.acquire(timeout=KEEPALIVE_SECONDS):
+            if shown.gone:
+                raise HandoffError(shown.gone)
+            line.put(WAITING)
+
+    def _send_all(self, line: Line, hello: Hello, shown: _Shown) -> None:
         slots = self._offer(hello, local=line.sock.family == socket.AF_UNIX)
         try:
             _send_answer(line, slots)
@@ -243,19 +272,39 @@ class KvExporter:
         with self._changed:
             shown.fetched = True
 
-    def _find(self, hello: Hello) -> _Shown:
+    def _free(self, key: bytes) -> None:
+        """Nobody fetches this; also if its request is still on its way to this rank."""
+        with self._changed:
+            if (shown := self._shown.get(key)) is not None:
+                shown.fetched = True
+            elif key not in self._ended:
+                self._remember(key, FETCHED)
+
+    def _find(self, line: Line, hello: Hello) -> _Shown:
         """Raises: HandoffError."""
         if hello.row_bytes != self._rows.row_bytes:
             raise HandoffError(f"row_bytes = {hello.row_bytes}: must be {self._rows.row_bytes}")
-        with self._changed:
-            self._changed.wait_for(
-                lambda: hello.key in self._shown or hello.key in self._ended, UNKNOWN_SECONDS
-            )
-            if (shown := self._shown.get(hello.key)) is None:
-                raise HandoffError(f"key unknown: {self._ended.get(hello.key, 'no such request')}")
-            if shown.fetched:
-                raise HandoffError(FETCHED)
-            return shown
+        told = began = time.monotonic()
+        plans = self._plans
+        while True:
+            with self._changed:
+                if (shown := self._shown.get(hello.key)) is not None:
+                    break
+                late = time.monotonic() - began > UNKNOWN_SECONDS
+                if hello.key in self._ended or (late and self._has_read(plans)):
+                    raise HandoffError(f"key unknown: {self._ended.get(hello.key, 'no such request')}")
+                self._check_moves()
+                self._changed.wait(KEEPALIVE_SECONDS)
+            if time.monotonic() - told >= KEEPALIVE_SECONDS:
+                line.put(WAITING)
+                told = time.monotonic()
+        if shown.fetched:
+            raise HandoffError(FETCHED)
+        return shown
+
+    def _has_read(self, plans: int) -> bool:
+        """Whether the rank has read the requests that were sent before it had planned `plans` steps."""
+        return not self._works or self._plans - plans >= 2
 
     def _send(self, line: Line, hello: Hello, shown: _Shown, slots: Slots) -> None:
         moved, sent, unread = Moved(hello.first, hello.end, self._rows.parts), 0, 0
@@ -269,7 +318,7 @@ class KvExporter:
                 size = rows.count * rows.parts * self._rows.row_bytes // self._rows.parts
                 line.put(rows.pack())
                 if isinstance(slots, LaneSlots):
-                    slots.send(rows.slot, size, sent, self._silence)
+                    slots.send(rows.slot, size, sent, self._stall)
                 elif isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
                     line.put(slots.host(rows.slot, size))
                 moved.add(rows)
@@ -296,23 +345,32 @@ class KvExporter:
 
     def _await(self, line: Line, shown: _Shown, moved: Moved) -> None:
         """Waits until there is something to send. Raises: HandoffError, also where no step runs."""
-        told = stepped = time.monotonic()
-        at = self._step, self._rows.written(self._step)
+        told = time.monotonic()
         while True:
             with self._changed:
                 if shown.gone:
                     raise HandoffError(shown.gone)
                 if moved.next(*self._ready(shown), 1, 0) is not None:
                     return
+                if shown.export.held:
+                    raise HandoffError(f"the prompt has {shown.export.tokens} tokens")
+                self._check_moves()
                 runs = shown.export.planned > shown.export.tokens
                 self._changed.wait(LAYER_SECONDS if runs else KEEPALIVE_SECONDS)
-            now, was, at = time.monotonic(), at, (self._step, self._rows.written(self._step))
-            stepped = now if at != was else stepped
-            if now - stepped > self._silence:  # another rank was lost: computing it elsewhere takes less time
-                raise HandoffError(f"the rank ran no step for {self._silence:g} s")
-            if now - told >= KEEPALIVE_SECONDS:
+            if time.monotonic() - told >= KEEPALIVE_SECONDS:
                 line.put(Rows(moved.first, 0, 0).pack())
-                told = now
+                told = time.monotonic()
+
+    def _check_moves(self) -> None:
+        """Raises: HandoffError if the rank's steps have written nothing for too long. Under `_changed`.
+
+        Another rank was lost, or hangs: computing the prompt elsewhere takes less time.
+        """
+        at, now = (self._step, self._rows.written(self._step)), time.monotonic()
+        if at != self._at or not self._works:
+            self._at, self._moved = at, now
+        if now - self._moved > self._stall:
+            raise HandoffError(f"the rank ran no step for {now - self._moved:.1f} s")
 
 
 def _send_answer(line: Line, slots: Slots) -> None:

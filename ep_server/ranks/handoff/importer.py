@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 
 from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots, places_of
 from ep_server.ranks.handoff.lanes import Lanes, LaneSlots
+from ep_server.ranks.handoff.peers import Peers
 from ep_server.ranks.handoff.wire import (
     DONE,
     SLOTS,
@@ -29,13 +28,13 @@ from ep_server.ranks.handoff.wire import (
     Line,
     Moved,
     Rows,
-    connect,
     receive_answer,
 )
 from ep_server.scheduler.handoffs import KvFetch
 
 log = logging.getLogger(__name__)
 
+WRITE_SECONDS = 5.0  # for announced rows to be written here
 PATHS = {
     Kind.PRIVATE: "tcp",
     Kind.SHARED: "shared_memory",
@@ -55,15 +54,21 @@ class _Fetching:
     arrived: int = 0
     dropped: bool = False
 
+    def check(self) -> None:
+        """Raises: HandoffError if nobody awaits it any more."""
+        if self.dropped:
+            raise HandoffError("the request does not await it any more")
+
 
 class KvImporter:
     """Of one rank."""
 
     def __init__(self, rows: KvRows, timeout: float, silence: float, lanes: Lanes | None = None) -> None:
-        """timeout: of a whole fetch. silence: of the other server. lanes: as of KvExporter."""
+        """timeout: of a whole fetch. silence: of the other rank. lanes: as of KvExporter."""
         self._far = Kind.PRIVATE if lanes is None else Kind.FABRIC
         self._lanes = lanes
-        self._rows, self._timeout, self._silence = rows, timeout, silence
+        self._rows, self._timeout = rows, timeout
+        self._peers = Peers(silence, rows.row_bytes)
         self._running: dict[int, _Fetching] = {}  # by ticket
         self._ended: list[_Fetching] = []
         self._lock = threading.Lock()
@@ -74,10 +79,14 @@ class KvImporter:
         """Begins to fill blocks, behind all steps launched so far."""
         for fetch in fetches:
             if not fetch.blocks:
-                threading.Thread(target=self._release, args=(fetch,), daemon=True, name="kv-free").start()
+                self._release(fetch)
                 continue
             each = _Fetching(fetch, self._rows.mark(), time.monotonic())
             self._running[fetch.ticket] = each
+            if self._peers.skips(fetch.source):
+                self._end(each, "skipped")
+                self._release(fetch)
+                continue
             threading.Thread(target=self._run, args=(each,), daemon=True, name="kv-fetch").start()
 
     def drop(self, tickets: Iterable[int]) -> None:
@@ -125,35 +134,35 @@ class KvImporter:
                 log.warning("no KV from %s, computing the prompt here: %s", source.address, error)
         except Exception:
             log.exception("no KV from %s, computing the prompt here", source.address)
+        self._end(each, "received" if complete else "failed")
+        if not complete and not each.dropped:  # else the scheduler says what becomes of the blocks
+            self._peers.release(each.fetch.source)
+
+    def _end(self, each: _Fetching, result: str) -> None:
         with self._lock:
             self._ended.append(each)
             if not each.dropped:
-                self._counts["handoffs/received" if complete else "handoffs/failed"] += 1
+                self._counts[f"handoffs/{result}"] += 1
                 self._counts["handoff_bytes/received"] += each.arrived * self._rows.row_bytes
                 self._counts["handoff_ns"] += int((time.monotonic() - each.began) * 1e9)
             self._some.set()
-        if not complete and not each.dropped:  # else the scheduler says what becomes of the blocks
-            self._release(each.fetch)
 
     def _release(self, fetch: KvFetch) -> None:
-        """Has the other server free its blocks; if it does not answer, it frees them later."""
-        with suppress(HandoffError):
-            line, _ = connect(fetch.source.address, fetch.source.local, self._silence)
-            with closing(line):
-                line.put(Hello(fetch.source.key, 0, 0, self._rows.row_bytes, Kind.PRIVATE).pack())
-                receive_answer(line)
+        """Has the other rank free its blocks, in a thread."""
+        threading.Thread(
+            target=self._peers.release, args=(fetch.source,), daemon=True, name="kv-free"
+        ).start()
 
     def _fetch(self, each: _Fetching) -> bool:
         """Returns: False if this must begin again, with memory of another kind. Raises: HandoffError."""
         fetch, best = each.fetch, self._rows.kind
         end = fetch.first + fetch.tokens
-        line, local = connect(fetch.source.address, fetch.source.local, self._silence)
-        line.until = each.began + self._timeout
-        with closing(line):
+        with self._peers.line(fetch.source) as (line, local):
+            line.until = each.began + self._timeout
             kind = best if local else self._far
             line.put(Hello(fetch.source.key, fetch.first, end, self._rows.row_bytes, kind).pack())
             try:
-                slots = self._slots(line, end - fetch.first, local=local)
+                slots = self._slots(each, line, end - fetch.first, local=local)
             except HandoffError as error:
                 if self._rows.kind is best:
                     raise
@@ -166,20 +175,19 @@ class KvImporter:
                 rows = Rows.receive(line)
                 if time.monotonic() - each.began > self._timeout:
                     raise HandoffError(f"not complete after handoff.timeout_seconds = {self._timeout:g}")
-                if each.dropped:
-                    raise HandoffError("the request does not await it any more")
+                each.check()
                 if rows.count:
                     if isinstance(slots, LaneSlots):
-                        slots.receive(number, self._silence, line.check_open)
+                        slots.receive(number, WRITE_SECONDS, line.check_open)
                     self._take(each, line, rows, slots, moved)
                     line.put(TAKEN)
                     number += 1
             line.put(DONE)
             return True
 
-    def _slots(self, line: Line, rows: int, *, local: bool) -> Slots:
+    def _slots(self, each: _Fetching, line: Line, rows: int, *, local: bool) -> Slots:
         """Where the rows will lie. Raises: HandoffError."""
-        kind, descriptor = _receive_memory(line) if local else (receive_answer(line), -1)
+        kind, descriptor = _receive_memory(each, line) if local else (receive_answer(line, each.check), -1)
         if kind is Kind.FABRIC and self._lanes is not None:
             lane = self._lanes.open(rows, self._rows.row_bytes)
             lane.meet(line)
@@ -204,23 +212,18 @@ class KvImporter:
         places = places_of(fetch.blocks, self._rows.block_size, start, rows.count)
         parts = slice(rows.part, rows.part + rows.parts)
         with each.writing:
-            if each.dropped:
-                raise HandoffError("the request does not await it any more")
+            each.check()
             self._rows.write(places, parts, slots, rows.slot, each.after)
             moved.add(rows)
             each.arrived = moved.whole
 
 
-def _receive_memory(line: Line) -> tuple[Kind, int]:
+def _receive_memory(each: _Fetching, line: Line) -> tuple[Kind, int]:
     """An answer over a local socket, with a descriptor of the memory. Raises: HandoffError."""
+    found = list[int]()
     try:
-        first, descriptors, _, _ = socket.recv_fds(line.sock, 1, 1)
-    except OSError as error:
-        raise HandoffError(f"reading failed: {error}") from error
-    descriptor = descriptors[0] if descriptors else -1
-    try:
-        return receive_answer(line.after(first)), descriptor
+        return receive_answer(line, each.check, found), found[0] if found else -1
     except HandoffError:
-        if descriptor >= 0:
+        for descriptor in found:
             os.close(descriptor)
         raise

@@ -1,6 +1,7 @@
 """What two ranks of different servers say to each other while KV rows move. Both ends check every length.
 
     fetcher -> holder   Hello: which rows of which key, in what format
+    holder -> fetcher   WAITING twice a second until it can answer
     holder -> fetcher   Answer: the kind of memory, with its descriptor over a local socket; or why not
     both, over libfabric: where their memory is
     holder -> fetcher   Rows: some parts of `count` rows from `first` on, layer by layer where these are
@@ -14,10 +15,14 @@ Numbers are little-endian. Units: tokens (a row each), bytes, seconds.
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import socket
 import struct
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,7 +32,10 @@ from ep_server.errors import Unavailable
 MAGIC = 0x31564B45  # "EKV1"
 KEY_BYTES = 16
 NOTHING = 0xFFFFFFFF
-REFUSED = 0xFF  # in place of a kind
+REFUSED, WAIT = 0xFF, 0xFE  # in place of a kind
+KEEPALIVE_SECONDS = 0.5  # between two signs of life of a holder
+PIECE_BYTES = 1 << 18  # of a long message; each has the whole time to be sent
+UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)
 TAKEN, DONE = b"t", b"d"
 MAX_REASON = 256
 SLOTS = 2  # of the memory for rows: one is filled while the other is read
@@ -35,10 +43,15 @@ SLOTS = 2  # of the memory for rows: one is filled while the other is read
 _HELLO = struct.Struct(f"<I{KEY_BYTES}sIIIB")
 _ANSWER = struct.Struct("<BH")
 _ROWS = struct.Struct("<IIIII")
+WAITING = _ANSWER.pack(WAIT, 0)
 
 
 class HandoffError(Unavailable):
     """The other end is gone, refuses, or sent what it must not."""
+
+
+class Silent(HandoffError):
+    """The other end sends nothing, and its host does not say that it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +184,24 @@ def refusal(reason: str) -> bytes:
     return _ANSWER.pack(REFUSED, len(text)) + text
 
 
-def receive_answer(line: Line) -> Kind:
-    """Raises: HandoffError with the reason if the answer is a refusal."""
-    kind, length = _ANSWER.unpack(line.take(_ANSWER.size))
+def receive_answer(
+    line: Line, check: Callable[[], None] | None = None, descriptors: list[int] | None = None
+) -> Kind:
+    """Waits for it. check: called at each sign of life before it. descriptors: as of Line.take_answer().
+
+    Raises: HandoffError with the reason if the answer is a refusal; what check() raises.
+    """
+
+    def take() -> tuple[int, int]:
+        data = line.take(_ANSWER.size) if descriptors is None else line.take_answer(descriptors)
+        kind, length = _ANSWER.unpack(data)
+        return kind, length
+
+    kind, length = take()
+    while kind == WAIT:
+        if check is not None:
+            check()
+        kind, length = take()
     text = line.take(min(length, MAX_REASON)) if length else b""
     if kind not in set(Kind):
         reason = "".join(each if each.isprintable() else "?" for each in text.decode(errors="replace"))
@@ -184,39 +212,59 @@ def receive_answer(line: Line) -> Kind:
 class Line:
     """A connected socket with one deadline for every wait: `seconds` without a byte end it.
 
-    until: of time.monotonic(), ends all reading, though a byte may come now and then.
+    until: of time.monotonic(), ends all reading, though a byte may come now and then. heard: the last byte.
     """
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         sock.settimeout(seconds)
-        self.sock, self._read = sock, b""
-        self.until = math.inf
-
-    def after(self, read: bytes) -> Line:
-        """The same, when these bytes of it were read beside a descriptor."""
-        self._read = read
-        return self
+        self.sock = sock
+        self.until, self.heard = math.inf, -math.inf
 
     def take(self, size: int) -> bytes:
         """Exactly `size` bytes. Raises: HandoffError."""
-        read, self._read = self._read[:size], self._read[size:]
         buffer = bytearray(size)
-        buffer[: len(read)] = read
-        self.fill(memoryview(buffer)[len(read) :])
+        self.fill(memoryview(buffer))
         return bytes(buffer)
+
+    def take_answer(self, descriptors: list[int]) -> bytes:
+        """The bytes of an Answer; a descriptor that was sent beside them is added, no more than one.
+
+        Raises: HandoffError.
+        """
+        data = b""
+        while len(data) < _ANSWER.size:
+            self._check_time()
+            try:
+                part, found, _, _ = socket.recv_fds(self.sock, _ANSWER.size - len(data), 1)
+            except OSError as error:
+                raise _failure("reading failed", error) from error
+            for descriptor in found:
+                if descriptors:
+                    os.close(descriptor)
+                else:
+                    descriptors.append(descriptor)
+            if not part:
+                raise HandoffError("the connection was closed")
+            self.heard = time.monotonic()
+            data += part
+        return data
 
     def fill(self, view: memoryview) -> None:
         """Fills a buffer. Raises: HandoffError."""
         while view:
-            if time.monotonic() > self.until:
-                raise HandoffError("it took too long")
+            self._check_time()
             try:
                 count = self.sock.recv_into(view)
             except OSError as error:
-                raise HandoffError(f"reading failed: {error}") from error
+                raise _failure("reading failed", error) from error
             if not count:
                 raise HandoffError("the connection was closed")
+            self.heard = time.monotonic()
             view = view[count:]
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self.until:
+            raise HandoffError("it took too long")
 
     def check_open(self) -> None:
         """Raises: HandoffError if the other end has closed it, or sent something."""
@@ -231,10 +279,18 @@ class Line:
 
     def put(self, data: bytes | memoryview) -> None:
         """Sends all. Raises: HandoffError."""
+        rest = memoryview(data)
         try:
-            self.sock.sendall(data)
+            while rest:
+                self.sock.sendall(rest[:PIECE_BYTES])
+                rest = rest[PIECE_BYTES:]
         except OSError as error:
-            raise HandoffError(f"writing failed: {error}") from error
+            raise _failure("writing failed", error) from error
+
+    def end(self) -> None:
+        """Ends every wait of another thread for this line."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes the socket."""
@@ -260,4 +316,9 @@ def connect(address: str, local: str, seconds: float) -> tuple[Line, bool]:
     try:
         return Line(socket.create_connection((host.strip("[]"), int(port)), left), seconds), False
     except (OSError, ValueError, OverflowError) as error:  # no such port
-        raise HandoffError(f"{address} does not answer: {error}") from error
+        raise _failure(f"{address} does not answer", error) from error
+
+
+def _failure(what: str, error: Exception) -> HandoffError:
+    silent = isinstance(error, TimeoutError) or getattr(error, "errno", None) in UNREACHABLE
+    return (Silent if silent else HandoffError)(f"{what}: {error}")

@@ -15,7 +15,16 @@ import pytest_asyncio
 from ep_server.v1 import decode_pb2
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import WAIT, Code, failure
-from tests.support.handoff.servers import Running, continued, held, pair, serving
+from tests.support.handoff.servers import (
+    Running,
+    continued,
+    counted,
+    held,
+    nothing_held,
+    pair,
+    serving,
+    used,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LENGTH = 75
@@ -37,13 +46,6 @@ async def servers() -> AsyncIterator[Pair]:
 def prompt(number: int) -> list[int]:
     """Nobody has it in the prefix cache."""
     return [number // 13, number % 13, *((5 * n + n * n) % 13 for n in range(2, LENGTH))]
-
-
-async def counted(server: Running, name: str, least: int) -> None:
-    """Waits until the ranks have reported a counter."""
-    async with asyncio.timeout(WAIT):
-        while server.count(name) < least:
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("fields", [GREEDY, SEEDED, PENALTIES, GRAMMAR], ids=range(4))
@@ -178,13 +180,6 @@ async def handle_of(events: AsyncIterator[Any]) -> Any:
     raise AssertionError("no handle")
 
 
-async def nothing_held(server: Running, before: int = 0) -> None:
-    """Long before handoff.hold_seconds. before: blocks that others hold."""
-    async with asyncio.timeout(WAIT / 2):
-        while await used(server) > before:
-            await asyncio.sleep(0.02)
-
-
 async def test_a_cancelled_fetch_frees_the_blocks_of_the_other_server() -> None:
     """Also where its request waits: the decode server's only place is taken."""
     async with pair(decode={"scheduler__max_running": 1}) as (prefill, decode):
@@ -242,11 +237,6 @@ async def test_blocks_that_nobody_needs_are_freed(servers: Pair) -> None:
         async with asyncio.timeout(WAIT):
             while await used(prefill) > before:
                 await asyncio.sleep(0.02)
-
-
-async def used(server: Running) -> int:
-    """KV blocks of all ranks, as they reported last."""
-    return sum(rank.kv_blocks_used for rank in (await server.client.loads()).ranks)
 
 
 async def test_blocks_move_over_libfabric() -> None:

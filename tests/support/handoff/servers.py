@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -82,3 +83,35 @@ async def held(server: Running, prompt: list[int], **fields: Any) -> Any:
 async def continued(server: Running, prompt: list[int], handle: Any, **fields: Any) -> Output:
     """Generates with the blocks of a handle."""
     return await server.client.complete(prompt, kv_handle=handle, timeout=WAIT, **fields)
+
+
+@asynccontextmanager
+async def prefilling(server: Running, prompt: list[int], **fields: Any) -> AsyncIterator[Any]:
+    """The KvHandle of a prefill that runs; it is read to its end at the end of the block."""
+    call = server.client.generate(prompt, max_new_tokens=1, hold_kv=True, timeout=WAIT, **fields)
+    events = aiter(call)
+    async for event in events:
+        if event.HasField("kv_handle"):
+            break
+    yield event.kv_handle
+    async for _ in events:
+        pass
+
+
+async def counted(server: Running, name: str, least: int) -> None:
+    """Waits until the ranks have reported a counter."""
+    async with asyncio.timeout(WAIT):
+        while server.count(name) < least:
+            await asyncio.sleep(0.01)
+
+
+async def used(server: Running) -> int:
+    """KV blocks of all ranks, as they reported last."""
+    return sum(rank.kv_blocks_used for rank in (await server.client.loads()).ranks)
+
+
+async def nothing_held(server: Running, before: int = 0) -> None:
+    """Long before handoff.hold_seconds. before: blocks that others hold."""
+    async with asyncio.timeout(WAIT / 2):
+        while await used(server) > before:
+            await asyncio.sleep(0.02)

@@ -57,7 +57,7 @@ def lanes(**options: Any) -> Lanes:
 @pytest.fixture
 def there() -> Iterator[tuple[Cache, KvExporter]]:
     cache = Cache(40, 5)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, silence=5)
+    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=5)
     yield cache, exporter
     exporter.close()
 

@@ -52,7 +52,7 @@ def test_a_holder_that_announces_and_goes_is_noticed() -> None:
 
 
 def test_expired_and_unknown_keys_are_refused() -> None:
-    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=0.01, silence=5)
+    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=0.01, stall=5)
     exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
     time.sleep(0.05)
     assert exporter.finished() == [1]
@@ -156,7 +156,7 @@ def test_a_peer_that_drips_bytes_is_left_in_time() -> None:
 
 
 def test_a_greeting_that_drips_holds_no_place() -> None:
-    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, silence=0.3)
+    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=0.3)
     line, _ = connect(exporter.address, "", WAIT)
     greeting = Hello(KEY, 0, 5, PARTS * WIDTH, Kind.PRIVATE).pack()
     for at in range(len(greeting) - 1):
@@ -214,12 +214,12 @@ def test_memory_that_may_shrink_is_not_read() -> None:
 
 def test_a_port_is_taken_over_from_the_group_before() -> None:
     """Ranks of the next group start while the last one's still listen."""
-    before = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, silence=5)
+    before = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=5)
     port = int(before.address.rpartition(":")[2])
     with pytest.raises(OSError, match="in use"):
-        KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", port, hold_seconds=60, silence=5)
+        KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", port, hold_seconds=60, stall=5)
     cache, own = Cache(4, 5), Cache(2, 5, fill=0)
-    after = KvExporter(rows_of(cache), "127.0.0.1", port, hold_seconds=60, silence=5, beside=True)
+    after = KvExporter(rows_of(cache), "127.0.0.1", port, hold_seconds=60, stall=5, beside=True)
     assert after.address == before.address and after.local != before.local
     after.show([KvExport(1, KEY, 5, (1,), held=True)])
     before.close()

@@ -181,7 +181,7 @@ def test_what_arrived_before_the_end_counts(there: tuple[Cache, KvExporter]) -> 
 def test_a_rank_that_runs_no_step_is_not_awaited() -> None:
     """It waits for others to be replaced. One that has everything need not run any."""
     cache = Cache(4, 5)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, silence=0.3)
+    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=0.3)
     other = bytes(reversed(KEY))
     running = [KvExport(n, key, 5, (1, 2), held=False, planned=10) for n, key in ((1, KEY), (2, other))]
     exporter.show(running, step=True)

@@ -1,0 +1,156 @@
+"""Ranks that are stopped (SIGSTOP) during hand-offs: few requests wait for them, and none ends otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from tests.support.frontend import WAIT
+from tests.support.handoff.servers import (
+    Running,
+    continued,
+    counted,
+    held,
+    nothing_held,
+    pair,
+    prefilling,
+    serving,
+)
+
+pytestmark = pytest.mark.asyncio
+LENGTH = 75
+FIELDS: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "temperature": 0.0}
+QUICK = {"handoff__silence_seconds": 1.0, "scheduler__block_size": 7}
+PATIENT = {"exchange__timeout_seconds": WAIT}  # with a rank that is stopped
+SLOW = {"scheduler__max_step_tokens": 1}  # many steps
+
+
+def prompt(number: int) -> list[int]:
+    """Nobody has it in the prefix cache."""
+    return [number // 13, number % 13, *((5 * n + n * n) % 13 for n in range(2, LENGTH))]
+
+
+@contextmanager
+def stopped(server: Running, rank: int = 0) -> Iterator[None]:
+    """As if a rank hung."""
+    pid = server.ranks.pids[rank]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # killed meanwhile
+            os.kill(pid, signal.SIGCONT)
+
+
+async def all_continued(server: Running, handles: dict[int, Any]) -> list[Any]:
+    """Outputs of requests at once. handles: by number of the prompt."""
+    calls = [
+        continued(server, prompt(number), handle, bypass_prefix_cache=True, **FIELDS)
+        for number, handle in handles.items()
+    ]
+    return list(await asyncio.gather(*calls))
+
+
+async def check(server: Running, numbers: Iterable[int], outputs: list[Any]) -> None:
+    """They are those of the server alone. numbers: of the prompts."""
+    for number, output in zip(numbers, outputs, strict=True):
+        alone = await server.client.complete(prompt(number), timeout=WAIT, bypass_prefix_cache=True, **FIELDS)
+        assert output.token_ids == alone.token_ids
+
+
+async def test_few_requests_wait_for_a_hung_rank() -> None:
+    """Several at once, then more; it is used again when it goes on, and frees what nobody fetched."""
+    async with pair(PATIENT, QUICK) as (prefill, decode):
+        handles = {number: await held(prefill, prompt(number)) for number in range(8)}
+        with stopped(prefill):
+            first = {number: handles[number] for number in range(4)}
+            outputs = await all_continued(decode, first)
+            await counted(decode, "handoffs/failed", 4)
+            later = {number: handles[number] for number in range(4, 8)}
+            outputs += await all_continued(decode, later)
+            await counted(decode, "handoffs/skipped", 4)
+        await check(decode, handles, outputs)
+        assert not any(each.finished.usage.cached_tokens for each in outputs)
+        await nothing_held(prefill)
+        again = {number: await held(prefill, prompt(number)) for number in range(20, 22)}
+        fetched = await all_continued(decode, again)
+        await check(decode, again, fetched)
+        assert [each.finished.usage.cached_tokens for each in fetched] == [LENGTH - 1] * 2
+
+
+async def test_a_rank_that_hangs_during_its_prefill_is_left() -> None:
+    """Both requests wait for its layers when it stops. A new request does not wait."""
+    async with pair({**SLOW, **PATIENT}, QUICK) as (prefill, decode):
+        async with prefilling(prefill, prompt(1)) as one, prefilling(prefill, prompt(2)) as two:
+            handles = {1: one, 2: two}
+            calls = asyncio.create_task(all_continued(decode, handles))
+            await counted(decode, "handoff_fetches/shared_memory", 2)
+            with stopped(prefill):
+                outputs = await calls
+                outputs += await all_continued(decode, {1: one})
+            await check(decode, [1, 2, 1], outputs)
+        await nothing_held(prefill)
+
+
+async def test_a_slow_prefill_is_awaited() -> None:
+    """It takes far longer than the decode server waits for a rank that sends nothing."""
+    silence = {"handoff__silence_seconds": 0.7, "scheduler__block_size": 7}
+    async with pair(SLOW, silence) as (prefill, decode):
+        ids = prompt(1) * 12
+        alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **FIELDS)
+        async with prefilling(prefill, ids) as handle:
+            output = await continued(decode, ids, handle, bypass_prefix_cache=True, **FIELDS)
+        assert output.token_ids == alone.token_ids
+        assert output.finished.usage.cached_tokens == len(ids) - 1
+
+
+async def test_a_rank_whose_partner_hangs_ends_hand_offs() -> None:
+    """It runs no step, and says so: the decode server itself would wait for minutes."""
+    options = {**SLOW, "parallel__ranks": 2, "handoff__stall_seconds": 1.0, **PATIENT}
+    async with pair(options, {"handoff__silence_seconds": 3 * WAIT}) as (prefill, decode):
+        async with prefilling(prefill, prompt(1), dp_rank=0) as handle:
+            with stopped(prefill, 1):
+                outputs = [(await all_continued(decode, {1: handle}))[0] for _ in range(3)]
+        await check(decode, [1] * 3, outputs)
+        await nothing_held(prefill)
+
+
+async def test_a_hung_decode_rank_holds_no_blocks() -> None:
+    """It stops while it fetches. The prefill server goes on, and the request is served when it does."""
+    async with pair({**SLOW, "handoff__stall_seconds": 1.0}, {**QUICK, **PATIENT}) as (prefill, decode):
+        async with prefilling(prefill, prompt(1)) as handle:
+            call = asyncio.create_task(all_continued(decode, {1: handle}))
+            await counted(decode, "handoff_fetches/shared_memory", 1)
+            with stopped(decode):
+                other = await held(prefill, prompt(2))
+            outputs = await call + await all_continued(decode, {2: other})
+        await check(decode, {1: handle, 2: other}, outputs)
+        await nothing_held(prefill)
+
+
+async def test_a_rank_replaced_while_it_hangs_is_used() -> None:
+    """The new process has its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        options = {"handoff__port": probe.getsockname()[1], **PATIENT}
+    async with serving("decode", **QUICK) as decode:
+        async with serving("prefill", **options) as prefill:
+            handle = await held(prefill, prompt(1))
+            handle.local = ""
+            with stopped(prefill):
+                outputs = await all_continued(decode, {1: handle})
+                os.kill(prefill.ranks.pids[0], signal.SIGKILL)
+        async with serving("prefill", **options) as prefill:
+            outputs += await all_continued(decode, {1: handle})
+            last = await held(prefill, prompt(2))
+            last.local = ""
+            outputs += await all_continued(decode, {2: last})
+        await check(decode, [1, 1, 2], outputs)
+        assert [each.finished.usage.cached_tokens for each in outputs] == [0, 0, LENGTH - 1]
