@@ -135,7 +135,7 @@ class Peers:
             if not peer.silent and now - peer.last < self._silence:
                 return  # alive, and only this wait was too long
             for line in peer.lines:
-                line.end()
+                line.end("it sends nothing to other requests either")
             if peer.silent:
                 return
             peer.silent, peer.asked = True, now

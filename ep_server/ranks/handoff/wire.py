@@ -219,6 +219,7 @@ class Line:
         sock.settimeout(seconds)
         self.sock = sock
         self.until, self.heard = math.inf, -math.inf
+        self._closed = "the connection was closed"
 
     def take(self, size: int) -> bytes:
         """Exactly `size` bytes. Raises: HandoffError."""
@@ -244,7 +245,7 @@ class Line:
                 else:
                     descriptors.append(descriptor)
             if not part:
-                raise HandoffError("the connection was closed")
+                raise HandoffError(self._closed)
             self.heard = time.monotonic()
             data += part
         return data
@@ -258,7 +259,7 @@ class Line:
             except OSError as error:
                 raise _failure("reading failed", error) from error
             if not count:
-                raise HandoffError("the connection was closed")
+                raise HandoffError(self._closed)
             self.heard = time.monotonic()
             view = view[count:]
 
@@ -287,8 +288,9 @@ class Line:
         except OSError as error:
             raise _failure("writing failed", error) from error
 
-    def end(self) -> None:
-        """Ends every wait of another thread for this line."""
+    def end(self, why: str) -> None:
+        """Ends every wait of another thread for this line, with this reason."""
+        self._closed = why
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -320,5 +322,5 @@ def connect(address: str, local: str, seconds: float) -> tuple[Line, bool]:
 
 
 def _failure(what: str, error: Exception) -> HandoffError:
-    silent = isinstance(error, TimeoutError) or getattr(error, "errno", None) in UNREACHABLE
+    silent = isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in UNREACHABLE)
     return (Silent if silent else HandoffError)(f"{what}: {error}")

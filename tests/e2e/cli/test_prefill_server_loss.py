@@ -58,7 +58,9 @@ class PrefillServer:
         line += ["--exchange-reduction", "source", "--scheduler-max-step-tokens", "16"]
         line += ["--handoff-hold-seconds", "5", "--resilience-max-losses", "100"]
         with self._log.open("wb") as output:
-            self._process = subprocess.Popen(line, stdout=output, stderr=output, env=dict(os.environ))
+            self._process = subprocess.Popen(
+                line, stdout=output, stderr=output, env=dict(os.environ), start_new_session=True
+            )
         async with asyncio.timeout(WAIT):
             while not re.search(r"serving \S+ on ", self._log.read_text()):
                 assert self._process.poll() is None, self._log.read_text()[-2000:]
@@ -70,6 +72,11 @@ class PrefillServer:
             if self._process is None or self._process.poll() is not None:
                 await self.start()
             await asyncio.sleep(0.1)
+
+    def signal(self, number: int) -> None:
+        """To all of its processes."""
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         """Its ranks die with it."""
@@ -118,6 +125,36 @@ async def test_nothing_waits_for_a_prefill_server_that_is_gone(tmp_path: Path) -
             outputs = await asyncio.gather(*(stream.read() for stream in streams + later))
     assert [each.token_ids for each in outputs] == [each.token_ids for each in alone] * 2
     assert all(each.finished and not each.finished.usage.cached_tokens for each in outputs[STREAMS:])
+
+
+async def test_one_request_waits_for_a_hung_prefill_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of its processes are stopped. It is used again when they go on."""
+    prefill = PrefillServer(tmp_path)
+    async with (
+        asyncio.timeout(WAIT),
+        serving("decode") as decode,
+        AsyncClient(decode.server.address) as client,
+    ):
+        alone = [await client.complete(prompt(n), seed=n, **FIELDS) for n in range(STREAMS)]
+        await prefill.start()
+        try:
+            async with PrefillDecode(prefill.address, client, handle_seconds=2.0) as pair:
+                await (await pair.generate(prompt(0), seed=0, **FIELDS)).read()
+                caplog.clear()
+                prefill.signal(signal.SIGSTOP)
+                streams = [await pair.generate(prompt(n), seed=n, **FIELDS) for n in range(STREAMS)]
+                outputs = [await stream.read() for stream in streams]
+                assert caplog.text.count("the decode server computes the prompt") == 1
+                prefill.signal(signal.SIGCONT)
+                again = outputs[0]
+                while again.finished is None or not again.finished.usage.cached_tokens:
+                    again = await (await pair.generate(prompt(1), seed=1, **FIELDS)).read()
+        finally:
+            prefill.kill()
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in alone]
+    assert again.token_ids == alone[1].token_ids
 
 
 async def losses(folder: Path, count: int) -> None:

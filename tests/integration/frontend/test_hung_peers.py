@@ -100,9 +100,8 @@ async def test_a_rank_that_hangs_during_its_prefill_is_left() -> None:
 
 
 async def test_a_slow_prefill_is_awaited() -> None:
-    """It takes far longer than the decode server waits for a rank that sends nothing."""
-    silence = {"handoff__silence_seconds": 0.7, "scheduler__block_size": 7}
-    async with pair(SLOW, silence) as (prefill, decode):
+    """For longer than the decode server waits for a rank that sends nothing."""
+    async with pair(SLOW, {**QUICK, "handoff__silence_seconds": 1.5}) as (prefill, decode):
         ids = prompt(1) * 12
         alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **FIELDS)
         async with prefilling(prefill, ids) as handle:
