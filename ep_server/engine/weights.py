@@ -35,13 +35,16 @@ class WeightsUpdated:
 
 
 class Weights:
-    """The weights in force: a version, counted from 0, and the path of their checkpoint."""
+    """The weights in force: a version, counted from 0, and the path of their checkpoint.
+
+    switching: some ranks may still compute with those before.
+    """
 
     def __init__(
         self, orders: RankOrders, path: str, adopt: Callable[[str, int], None], most_pause: float
     ) -> None:
         """adopt: gets path and version that ranks load when they start again. most_pause: seconds."""
-        self.version, self.path = 0, path
+        self.version, self.path, self.switching = 0, path, False
         self._orders, self._adopt, self._most_pause = orders, adopt, most_pause
         self._path = ""  # of the update that runs
         self._running: asyncio.Task[WeightsUpdated] | None = None
@@ -81,9 +84,12 @@ class Weights:
             with suppress(EpServerError):
                 await self._orders.give(DropChange(change), DROP_SECONDS, "dropping the new weights")
             raise
-        self.version, self.path = version, path
+        self.version, self.path, self.switching = version, path, True
         self._adopt(path, version)
-        switched = await self._orders.give(SwitchChange(change), SWITCH_SECONDS, f"switching to {path}")
+        try:
+            switched = await self._orders.give(SwitchChange(change), SWITCH_SECONDS, f"switching to {path}")
+        finally:
+            self.switching = False
         done = WeightsUpdated(
             version, max(one.nbytes for one in prepared), max(one.seconds for one in switched), bound
         )

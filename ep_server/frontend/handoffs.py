@@ -13,7 +13,7 @@ from typing import Any
 
 from ep_server.config import Config
 from ep_server.engine.engine import Engine
-from ep_server.errors import InvalidArgument
+from ep_server.errors import EpServerError, InvalidArgument
 from ep_server.models.families import read_spec
 from ep_server.models.identity import kv_format, weights_digest
 from ep_server.models.sizes import cache_dtype, serving_dtype
@@ -37,7 +37,12 @@ class Handoffs:
         self.role, self.engine_id = config.handoff.role, secrets.token_hex(16)
         self._config, self._engine = config, engine
         self._format = ""  # read when it is first asked for
-        self._weights: tuple[str, str] = ("", "")  # path, digest
+        self._digest = (-1, "")  # version of weights, their digest
+
+    async def warm_up(self) -> None:
+        """Reads what identifies the weights, before others can replace their files."""
+        if self.role != "none":
+            await self._own_weights()
 
     async def apply(self, proto: Any, request: Request) -> Request:
         """The request with what a GenerateRequest says about hand-offs. Raises: InvalidArgument."""
@@ -88,10 +93,10 @@ class Handoffs:
         if handle.format != (own := self.format):
             raise InvalidArgument("kv_handle.format", handle.format, f"{own!r}, as of this server")
         version, _ = self._engine.weights
-        if handle.weights != (mine := await self._own_weights()):
-            log.warning(
-                "kv_handle.weights = %r, this server has %r: computing the prompt here", handle.weights, mine
-            )
+        mine = await self._own_weights()
+        if handle.weights != mine or not mine:
+            given = handle.weights[: 2 * KEY_BYTES]
+            log.warning("kv_handle.weights = %r, this server has %r: computing the prompt here", given, mine)
             version = OTHER_WEIGHTS
         return KvSource(handle.address, handle.local, handle.key, handle.tokens, version)
 
@@ -111,14 +116,26 @@ class Handoffs:
         return self._format
 
     async def _own_weights(self) -> str:
-        """Of the weights in force; files are read once, outside the event loop."""
-        _, path = self._engine.weights
+        """Of the weights in force; empty: unknown. Files are read once, outside the event loop.
+
+        A path may hold other weights after an update. While ranks switch, a prompt may run with either.
+        """
+        version, path = self._engine.weights
         model = self._config.model
-        if model.load_format == "dummy":
+        if self._engine.updates.switching:
+            return ""
+        if version == 0 and model.load_format == "dummy":
             return f"dummy-{model.seed}"
-        if self._weights[0] != path:
-            self._weights = path, await asyncio.to_thread(weights_digest, path)
-        return self._weights[1]
+        if self._digest[0] == version:
+            return self._digest[1]
+        try:
+            digest = await asyncio.to_thread(weights_digest, path)
+        except EpServerError as error:
+            log.warning("no hand-offs of these weights: %s", error)
+            digest = ""
+        if self._digest[0] < version:
+            self._digest = version, digest
+        return digest
 
 
 def prompt_digest(token_ids: Sequence[int]) -> bytes:

@@ -172,6 +172,7 @@ class Server:
             self._others.on_stop_asked = self._stop_asked.set  # several nodes may ask: it still drains
             await self._others.open(self.add_relayed, self._limits)
         if await self._unless(self._stop_asked, self.engine.start(progress)):
+            await self._handoffs.warm_up()
             self._say(serving=True)
             for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
                 log.info("decode attention: %s", named)

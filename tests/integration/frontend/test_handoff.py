@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from ep_server.v1 import decode_pb2
+from ep_server.v1 import control_pb2, decode_pb2
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import WAIT, Code, failure
 from tests.support.handoff.servers import (
+    MODEL,
     Running,
     continued,
     counted,
@@ -25,6 +28,7 @@ from tests.support.handoff.servers import (
     serving,
     used,
 )
+from tests.support.models.perturbed import perturbed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LENGTH = 75
@@ -170,6 +174,23 @@ async def test_other_weights_are_not_used(servers: Pair) -> None:
     output = await continued(decode, ids, handle, **GREEDY)
     assert output.finished.usage.cached_tokens == 0
     await nothing_held(prefill, before)
+
+
+async def test_weights_that_replace_files_are_told_apart(tmp_path: Path) -> None:
+    """Both servers read one directory, whose files change. One side updates, then the other."""
+    path = shutil.copytree(MODEL, tmp_path / "model")
+    options = {"model__path": str(path), "model__updates": "/"}
+    async with pair(options, options) as (prefill, decode):
+        fetched = [(await continued(decode, prompt(0), await held(prefill, prompt(0)), **GREEDY))]
+        for file in perturbed(MODEL, tmp_path / "other", share=1.0).glob("*.safetensors"):
+            shutil.copy(file, path)
+        for number, server in enumerate((prefill, decode), start=1):
+            await server.client.control.UpdateWeights(control_pb2.UpdateWeightsRequest(path=str(path)))
+            ids = prompt(number)
+            fetched.append(await continued(decode, ids, await held(prefill, ids), **GREEDY))
+            alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+            assert fetched[-1].token_ids == alone.token_ids
+        assert [each.finished.usage.cached_tokens for each in fetched] == [74, 0, 74]
 
 
 async def handle_of(events: AsyncIterator[Any]) -> Any:

@@ -170,7 +170,7 @@ async def test_a_rank_lost_during_an_update_changes_nothing(other: Path) -> None
         old = tokens(await answers(client))
         os.kill(ranks.group.pids[1], signal.SIGSTOP)  # type: ignore[attr-defined]
         updating = asyncio.ensure_future(refused(client, other))
-        while not server.engine._weights._orders._open:
+        while not server.engine.updates._orders._open:
             await asyncio.sleep(0.001)
         second = await refused(client, DEMO_MODEL)
         assert second == ("FAILED_PRECONDITION", f"an update to {other} is running")
@@ -290,6 +290,32 @@ async def test_a_loss_in_the_switch_leaves_the_new_weights() -> None:
         await made.until(lambda: made.server.engine.state is EngineState.SERVING)
         assert made.server.engine.weights == (1, str(DEMO_MODEL))
         assert [scheduler.weights for scheduler in ranks._schedulers] == [1, 1]
+
+
+async def test_a_handle_given_in_the_switch_names_no_weights() -> None:
+    """Ranks may still compute its prompt with those before."""
+    ranks, found = FakeRanks(1), list[str]()
+    values = {"model__path": str(DEMO_MODEL), "model__updates": "/", "handoff__role": "prefill"}
+    async with serving(ranks, **values) as made:
+
+        async def weights() -> None:
+            async for event in made.client.generate([1, 2, 3], max_new_tokens=1, hold_kv=True, timeout=WAIT):
+                if event.HasField("kv_handle"):
+                    found.append(event.kv_handle.weights)
+
+        await weights()
+        ranks.hold()
+        updating = asyncio.ensure_future(update(made.client, DEMO_MODEL))
+        await made.until(lambda: bool(ranks._orders))
+        ranks.step()  # prepared
+        await made.until(lambda: ranks.weights[1] == 1)
+        meanwhile = asyncio.ensure_future(weights())
+        await made.until(lambda: len(found) == 2)
+        ranks.release()
+        await updating
+        await meanwhile
+        await weights()
+        assert found[0] and found == [found[0], "", found[0]]
 
 
 @pytest.mark.slow
