@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 import torch
 
 from ep_server.client import AsyncClient, PrefillDecode
-from tests.support.handoff.servers import continued, held, pair
+from tests.support.fabric.fabric_ends import needs
+from tests.support.handoff.servers import continued, counted, held, pair
 from tests.support.models.answers import Answers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -55,7 +55,27 @@ async def test_the_tokens_of_a_single_server(
             assert later.token_ids == during.token_ids == alone.token_ids
             for finished in (later.finished, during.finished):
                 assert finished.usage.cached_tokens == LENGTH - 1
-        async with asyncio.timeout(60):
-            while decode.count("handoffs/received") < 2 * PROMPTS:
-                await asyncio.sleep(0.05)
+        await counted(decode, "handoffs/received", 2 * PROMPTS)
+        assert decode.count("handoff_fetches/device") == 2 * PROMPTS
         assert decode.count("handoff_fetches/device") == decode.count("handoffs/received")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "libfabric"])
+async def test_rows_move_between_hosts(answers: dict[str, Answers], transport: str) -> None:
+    """As if the servers had no host in common: through host memory of both."""
+    if transport == "libfabric":
+        needs("system")
+    common = {"model__path": str(answers["qwen3_moe-wide-heads"].path), "parallel__device": "cuda"}
+    common |= {"scheduler__max_running": 8, "scheduler__max_step_tokens": 32}
+    common |= {"handoff__transport": transport, "fabric__address": "127.0.0.1"}
+    sizes: list[dict[str, Any]] = [{**common, "scheduler__block_size": size} for size in (16, 32)]
+    async with pair(*sizes) as (prefill, decode):
+        for number in range(PROMPTS):
+            ids = prompt(number)
+            alone = await decode.client.complete(ids, timeout=60, bypass_prefix_cache=True, **FIELDS)
+            handle = await held(prefill, ids)
+            handle.local = ""
+            output = await continued(decode, ids, handle, bypass_prefix_cache=True, **FIELDS)
+            assert output.token_ids == alone.token_ids
+            assert output.finished.usage.cached_tokens == LENGTH - 1
+        await counted(decode, f"handoff_fetches/{transport}", PROMPTS)

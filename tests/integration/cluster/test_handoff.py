@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -55,14 +56,17 @@ async def both(hosts: Hosts | None = None, *more: str) -> AsyncIterator[tuple[No
         yield prefill, decode
 
 
-async def handed_off(prefill: Nodes, decode: Nodes) -> list[dict[str, Any]]:
-    """Between each two ranks, asked for in the namespace of node 0."""
+async def handed_off(prefill: Nodes, decode: Nodes) -> dict[str, Any]:
+    """Between each two ranks, asked for in the namespace of node 0. Returns: what hand_off.py says."""
+    shown = re.search(r"metrics at (\S+)", "\n".join(decode.started[0].lines))
+    assert shown is not None
     job = {
         "prefill": prefill.started[0].address,
         "decode": [node.address for node in decode.started],
         "prompts": [prompt(number) for number in range(3)],
         "ranks": NODES,
         "fields": FIELDS,
+        "metrics": shown[1],
     }
     inner = await asyncio.create_subprocess_exec(
         *(*decode.prefix(0), sys.executable, "-m", "tests.support.cluster.hand_off"),
@@ -71,7 +75,7 @@ async def handed_off(prefill: Nodes, decode: Nodes) -> list[dict[str, Any]]:
     )
     async with asyncio.timeout(2 * WAIT):
         answer, _ = await inner.communicate(json.dumps(job).encode())
-    found: list[dict[str, Any]] = json.loads(answer)
+    found: dict[str, Any] = json.loads(answer)
     return found
 
 
@@ -84,8 +88,9 @@ async def test_ranks_of_every_node_send_and_fetch(transport: str) -> None:
     with Hosts(NODES) as hosts:
         async with both(hosts, "--handoff-transport", transport) as (prefill, decode):
             found = await handed_off(prefill, decode)
-        assert len(found) == NODES * NODES
-        for number, each in enumerate(found):
+        assert len(found["pairs"]) == NODES * NODES
+        assert found["paths"] == {"shared_memory": 2, transport: 2}
+        for number, each in enumerate(found["pairs"]):
             assert each["tokens"] == each["alone"] and len(each["tokens"]) == 24
             assert each["fetched"] == LENGTH - 1
             assert each["address"].startswith(hosts.address(number // NODES) + ":")

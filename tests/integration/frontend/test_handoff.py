@@ -57,6 +57,7 @@ async def test_the_second_server_gives_the_same_tokens(servers: Pair, fields: di
     prefill, decode = servers
     ids = prompt(len(fields))
     alone = await prefill.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **fields)
+    shared = decode.count("handoff_fetches/shared_memory")
     before = decode.count("handoffs/received"), prefill.count("handoffs/sent")
     handle = await held(prefill, ids)
     assert (handle.tokens, handle.block_size, handle.blocks) == (LENGTH, 4, 19)
@@ -64,6 +65,7 @@ async def test_the_second_server_gives_the_same_tokens(servers: Pair, fields: di
     assert output.token_ids == alone.token_ids
     assert output.finished.usage.cached_tokens == 74  # the last token runs in any case
     await counted(decode, "handoffs/received", before[0] + 1)
+    await counted(decode, "handoff_fetches/shared_memory", shared + 1)
     await counted(prefill, "handoffs/sent", before[1] + 1)
 
 
@@ -85,13 +87,14 @@ async def test_blocks_move_while_the_prefill_runs(servers: Pair) -> None:
 
 async def test_blocks_move_over_tcp(servers: Pair) -> None:
     prefill, decode = servers
-    ids = prompt(30)
+    ids, before = prompt(30), decode.count("handoff_fetches/tcp")
     alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
     handle = await held(prefill, ids)
     handle.local = ""
     output = await continued(decode, ids, handle, **GREEDY)
     assert output.token_ids == alone.token_ids
     assert output.finished.usage.cached_tokens == 74
+    await counted(decode, "handoff_fetches/tcp", before + 1)
 
 
 async def test_a_prompt_may_go_on_after_the_handed_off_part(servers: Pair) -> None:

@@ -1,9 +1,10 @@
 """Hands prompts off between two servers, from the network namespace that this process was started in.
 
 In, as JSON: {"prefill": host:port, "decode": [host:port of each node], "prompts": [token ids],
-"ranks": of each server, "fields": of every request}. Out, for each pair of a prefill and a decode rank:
-{"alone": the tokens of the decode server by itself, "tokens": those with the hand-off, "fetched": tokens of
-the prompt that were not computed, "address": of the handle}. Prompts and decode nodes take turns.
+"ranks": of each server, "fields": of every request, "metrics": URL of decode node 0}. Out, "pairs": for each
+pair of ranks {"alone": the tokens of the decode server by itself, "tokens": those with the
+hand-off, "fetched": tokens of the prompt that were not computed, "address": of the handle}; "paths": how many
+fetches moved through what. Prompts and decode nodes take turns.
 """
 
 from __future__ import annotations
@@ -11,11 +12,34 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
+import urllib.request
+from collections import Counter
 from contextlib import AsyncExitStack
 from itertools import cycle, product
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from tests.support.raw_client import RawClient
+
+WAIT = 60.0
+
+
+def paths(url: str, least: int) -> dict[str, int]:
+    """Fetches by path over all ranks, once they have reported so many."""
+    end = time.monotonic() + WAIT
+    while True:
+        found = Counter[str]()
+        with urllib.request.urlopen(url, timeout=WAIT) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        for family in families:
+            for sample in family.samples:
+                if sample.name == "epserver_kv_handoff_fetches_total":
+                    found[sample.labels["path"]] += int(sample.value)
+        if found.total() >= least or time.monotonic() > end:
+            return dict(found)
+        time.sleep(0.2)
 
 
 async def main() -> None:
@@ -41,7 +65,7 @@ async def main() -> None:
                     "address": held.kv_handle.address,
                 }
             )
-    print(json.dumps(found))
+    print(json.dumps({"pairs": found, "paths": paths(job["metrics"], len(found))}))
 
 
 asyncio.run(main())
