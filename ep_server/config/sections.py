@@ -375,7 +375,7 @@ class HandoffConfig:
         low=0.1,
         high=3600,
     )
-    silence_seconds: float = option(2.0, "The same if the other server sends nothing.", low=0.1, high=600)
+    silence_seconds: float = option(2.0, "The same if the other server sends nothing.", low=1.0, high=600)
     stall_seconds: float = option(5.0, "The same if its rank computes no layer.", low=0.1, high=600)
 
     @property

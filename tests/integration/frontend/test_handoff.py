@@ -28,6 +28,8 @@ from tests.support.handoff.servers import (
     serving,
     used,
 )
+from tests.support.models.checkpoints import CASES
+from tests.support.models.fixtures import checkpoint
 from tests.support.models.perturbed import perturbed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -95,6 +97,22 @@ async def test_blocks_move_over_tcp(servers: Pair) -> None:
     assert output.token_ids == alone.token_ids
     assert output.finished.usage.cached_tokens == 74
     await counted(decode, "handoff_fetches/tcp", before + 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe-dense-layer-bias-shards", "deepseek_v3"], ids=["window", "latent"]
+)
+async def test_blocks_of_other_caches_move(name: str) -> None:
+    """With a window of 24 tokens in some layers, and of latent attention. The oracle: transformers."""
+    case = next(each for each in CASES if each.name == name)
+    tiny = await asyncio.to_thread(checkpoint, case)
+    options = {"model__path": str(tiny.path)}
+    async with pair(options, {**options, "scheduler__block_size": 7}) as (prefill, decode):
+        for ids, expected in zip(tiny.prompts, tiny.tokens, strict=True):
+            call = {**GREEDY, "max_new_tokens": len(expected)}
+            output = await continued(decode, list(ids), await held(prefill, list(ids)), **call)
+            assert output.token_ids == list(expected)
+            assert output.finished.usage.cached_tokens == len(ids) - 1
 
 
 async def test_a_prompt_may_go_on_after_the_handed_off_part(servers: Pair) -> None:
@@ -312,7 +330,7 @@ async def test_held_blocks_make_room_for_requests() -> None:
 @pytest.mark.parametrize("silent", [False, True], ids=["closed", "silent"])
 async def test_without_the_prefill_server_the_prompt_is_computed(silent: bool) -> None:
     """Its address refuses connections, or takes them and says nothing."""
-    async with pair(decode={"handoff__silence_seconds": 0.5}) as (prefill, decode):
+    async with pair(decode={"handoff__silence_seconds": 1.0}) as (prefill, decode):
         ids = prompt(3)
         handle = await held(prefill, ids)
         listener = socket.create_server(("127.0.0.1", 0))  # its backlog connects; nobody reads

@@ -72,6 +72,22 @@ def test_a_silent_rank_is_asked_and_freed_by_one_thread() -> None:
     until(importer.ended)
 
 
+def test_a_rank_that_takes_no_connection_is_silent() -> None:
+    """As where the network swallows packets: its backlog is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        filling = [socket.socket() for _ in range(4)]
+        for each in filling:
+            each.setblocking(False)
+            each.connect_ex(address)
+        importer = KvImporter(rows_of(Cache(2, 5, fill=0)), WAIT, 0.3)
+        assert fetched(importer, fetch_of(f"127.0.0.1:{address[1]}")) == 0
+        assert fetched(importer, fetch_of(f"127.0.0.1:{address[1]}", OTHER, -2)) == 0
+        assert (count(importer, "failed"), count(importer, "skipped")) == (1, 1)
+        for each in filling:
+            each.close()
+
+
 def test_a_rank_that_answers_others_is_not_silent() -> None:
     """One of its threads says nothing; that fetch alone fails."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
