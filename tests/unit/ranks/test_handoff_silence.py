@@ -159,7 +159,7 @@ def test_a_place_that_is_free_again_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     exporter.close()
 
 
-def test_a_key_freed_before_its_request_arrives_is_held_for_nobody() -> None:
+def test_a_key_freed_before_its_request_is_held_for_nobody() -> None:
     """The rank was busy, its fetcher gave up."""
     exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=5)
     line, _ = connect(exporter.address, "", WAIT)
