@@ -26,6 +26,7 @@ from tests.support.frontend import Recorder
 from tests.support.raw_client import RawClient
 
 RANKS, STREAMS, NEW, WAIT = 3, 4, 40, 300.0
+LONG = 200  # new tokens of streams that a loss must find running
 PROMPT = [1, 5, 3, 7, 2, 9, 4, 6]
 
 
@@ -72,10 +73,10 @@ async def serving(heard: Moves, **options: object) -> AsyncIterator[tuple[Server
         await server.stop()
 
 
-async def tokens(client: RawClient) -> list[list[int]]:
+async def tokens(client: RawClient, new: int = NEW) -> list[list[int]]:
     calls = [
         client.complete(
-            PROMPT * (1 + n), max_new_tokens=NEW, ignore_eos=True, seed=n, temperature=1.5, timeout=WAIT
+            PROMPT * (1 + n), max_new_tokens=new, ignore_eos=True, seed=n, temperature=1.5, timeout=WAIT
         )
         for n in range(STREAMS)
     ]
@@ -83,11 +84,19 @@ async def tokens(client: RawClient) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
+async def kill_a_rank_that_runs_streams(client: RawClient) -> None:
+    async with asyncio.timeout(WAIT):
+        while not (busy := [rank.rank for rank in (await client.loads()).ranks if rank.running]):
+            await asyncio.sleep(0.02)
+    pids = {rank.rank: rank.pid for rank in (await client.server_info()).rank_info}
+    os.kill(pids[busy[-1]], signal.SIGKILL)
+
+
 @pytest.mark.asyncio
 async def test_streams_across_moves_keep_their_tokens(tmp_path: Path) -> None:
     """Also across a loss afterwards. Another server starts with the placement that was reached."""
     async with serving(Moves()) as (server, client):
-        expected = await tokens(client)
+        expected, long = await tokens(client), await tokens(client, LONG)
         assert server.engine.balancer.rows == []
     heard = Moves()
     async with serving(heard, **{"resilience.balance": "auto"}) as (server, client):
@@ -113,10 +122,9 @@ async def test_streams_across_moves_keep_their_tokens(tmp_path: Path) -> None:
         target = ["--address", server.address]
         shown = await asyncio.to_thread(run_command, "placement", "--export", str(file), *target)
         assert "16 experts in 8 slots on each of ranks 0, 1, 2" in shown
-        streams = asyncio.create_task(tokens(client))
-        await asyncio.sleep(0.3)
-        os.kill((await client.server_info()).rank_info[1].pid, signal.SIGKILL)
-        assert await streams == expected
+        streams = asyncio.create_task(tokens(client, LONG))
+        await kill_a_rank_that_runs_streams(client)
+        assert await streams == long
         assert heard.recovered
     async with serving(Moves(), **{"resilience.placement": str(file)}) as (server, client):
         assert server.engine.balancer.placement is not None
