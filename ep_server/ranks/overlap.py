@@ -68,15 +68,19 @@ class FixedOverlap:
 
 @dataclass(frozen=True, slots=True)
 class OverlapRule:
-    """A trial of 2 * window steps, one and two micro-batches in turns; then `hold` steps in the faster way.
+    """A trial of 2 * window steps, one and two micro-batches in turns; then some steps in the faster way.
+
+    Those are `first` steps, and twice as many as before, at most `hold`, after each trial that says the same
+    again. So what a disturbed trial says does not last.
 
     The other way wins if its median step takes less than `gain` of the median in the present way: the
     hysteresis. If the first `least` trial steps of one way all took more than `hopeless` times the median of
-    the other way, the rest of the trial runs the other way. A trial costs at most window / hold of the
-    difference.
+    the other way, the rest of the trial runs the other way, and `hold` steps follow. A trial costs at most
+    window / first of the difference, and in the end window / hold.
     """
 
     window: int = 12
+    first: int = 150
     hold: int = 1200
     least: int = 4
     gain: float = 0.99
@@ -85,9 +89,10 @@ class OverlapRule:
 
 @dataclass(slots=True)
 class _Trial:
-    """One bucket's trial. at: step of the cycle. times: ns, by number of micro-batches."""
+    """A bucket's trial. at: step of the cycle. hold: steps behind it. times: ns, by micro-batches."""
 
     at: int = 0
+    hold: int = 0
     wanted: bool = False
     times: dict[int, list[int]] = field(default_factory=lambda: {1: [], 2: []})
 
@@ -148,7 +153,7 @@ class MeasuredOverlap:
         trial.at += 1
         if trial.at == 2 * self.rule.window:
             self._decide(trial)
-        elif trial.at == 2 * self.rule.window + self.rule.hold:
+        elif trial.at == 2 * self.rule.window + trial.hold:
             trial.at, trial.times = 0, {1: [], 2: []}
 
     def lead(self, *, leads: bool) -> None:
@@ -167,7 +172,7 @@ class MeasuredOverlap:
         return 0
 
     def _decide(self, trial: _Trial) -> None:
-        one, two = trial.times[1], trial.times[2]
+        one, two, before = trial.times[1], trial.times[2], trial.wanted
         hopeless = self._hopeless(trial)
         # Ranks run ahead and others may refuse, so some steps of a trial ran the other way.
         if hopeless:
@@ -178,6 +183,8 @@ class MeasuredOverlap:
             trial.wanted = not median(one) < self.rule.gain * median(two)
         else:
             trial.wanted = median(two) < self.rule.gain * median(one)
+        longer = 2 * trial.hold if trial.wanted == before else 0
+        trial.hold = self.rule.hold if hopeless else min(max(longer, self.rule.first), self.rule.hold)
 
 
 def bucket_of(tokens: int) -> int:

@@ -18,7 +18,7 @@ from ep_server.ranks.overlap import (
     bucket_of,
 )
 
-RULE = OverlapRule(window=4, hold=6, least=2, gain=0.9)
+RULE = OverlapRule(window=4, first=6, hold=6, least=2, gain=0.9)
 CYCLE = 2 * RULE.window + RULE.hold
 Times = dict[int, int]  # ns of a step, by its micro-batches
 
@@ -96,6 +96,28 @@ def test_a_way_is_kept_until_the_other_is_clearly_faster() -> None:
     took = [{1: 1000, 2: two} for two in (800, 950, 1050, 1120, 950) for _ in range(CYCLE)]
     ran = drive([measured()], took)
     assert [ran[(cycle + 1) * CYCLE - 1] for cycle in range(5)] == [2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("disturbed", "true"), [(900, 1100), (1100, 900)], ids=["two", "one"])
+def test_what_a_disturbed_trial_says_does_not_last(disturbed: int, true: int) -> None:
+    rule = OverlapRule(window=4, first=6, hold=30, least=2, gain=0.99)
+    trial = 2 * rule.window
+    took = [{1: 1000, 2: disturbed}] * trial + [{1: 1000, 2: true}] * 200
+    ran = drive([MeasuredOverlap(rule=rule)], took)
+    at = 0
+    for hold, held in (
+        (6, 1 + (disturbed < 1000)),
+        *((each, 1 + (true < 1000)) for each in (6, 12, 24, 30, 30)),
+    ):
+        assert ran[at : at + trial] == [1, 2] * rule.window
+        at += trial + hold
+        assert ran[at - hold : at] == [held] * hold
+
+
+def test_a_trial_without_hope_is_believed_at_once() -> None:
+    rule = OverlapRule(window=4, first=6, hold=30, least=2)
+    ran = drive([MeasuredOverlap(rule=rule)], [{1: 1000, 2: 2000}] * 100)
+    assert ran == ([1, 2, 1, 2] + [1] * (4 + rule.hold)) * 2 + [1, 2, 1, 2] + [1] * 20
 
 
 def test_buckets_are_judged_apart() -> None:
