@@ -28,7 +28,8 @@ from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.shadow import ShadowLayout
 from ep_server.models.sizes import serving_dtype
-from ep_server.ranks.changes import Change, yield_cores
+from ep_server.ranks.background import run_behind
+from ep_server.ranks.changes import Change
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.experts import RankExperts
@@ -116,8 +117,9 @@ def build_rank(
         if placement is not None:
             params = replace(params, held=placement.of_rank(start.rank))
         shadow = _shadow(start, config, model_spec, device)
-        behind = start.joins and device.compute.device.type == "cpu"  # others serve on the same cores
-        model = _model(params, progress, shadow, behind=behind)
+        load = partial(load_model, params, progress, shadow)
+        shares_cores = start.joins and device.compute.device.type == "cpu"  # with ranks that serve
+        model = run_behind(load) if shares_cores else load()
         masks = masks_made.result()
     loader = SlotLoader(model, shadow)
     loader.warm_up(params)  # takes its memory before the KV cache does
@@ -201,14 +203,6 @@ def _masks(config: Config, spec: ModelSpec, threads: int) -> GrammarMasks:
     eos = [token for token in spec.eos_token_ids if token < spec.vocab_size]
     inner = None if tokenizer is None else tokenizer.inner
     return GrammarMasks(inner, spec.vocab_size, eos, min(threads, MOST_MASK_THREADS))
-
-
-def _model(params: LoadParams, progress: Progress, shadow: HostExperts | None, *, behind: bool) -> RankModel:
-    """As load_model(). behind: at a low priority, in a thread, since a process cannot raise its own again."""
-    if not behind:
-        return load_model(params, progress, shadow)
-    with ThreadPoolExecutor(1, "load", initializer=yield_cores) as loading:
-        return loading.submit(load_model, params, progress, shadow).result()
 
 
 def _load_params(start: pb.Start, config: Config, spec: ExchangeSpec, device: Device) -> LoadParams:

@@ -7,7 +7,6 @@ vote, and the vote switches. Until then a change can be dropped, and nothing has
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,16 +15,10 @@ from typing import Protocol
 
 from ep_server.errors import InternalError, WrongState
 from ep_server.orders import OrderDone
+from ep_server.ranks.background import yield_cores
 from ep_server.ranks.messages import one_line
 
 log = logging.getLogger(__name__)
-
-NICE = 19
-
-
-def yield_cores() -> None:
-    """Of the calling thread, and of those that it starts: whatever decodes on the same cores goes first."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib
 import json
 import logging
 import os
@@ -15,13 +16,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ep_server import logs
 from ep_server.config import Config
 from ep_server.errors import EpServerError, InternalError, StartupError
+from ep_server.ranks.background import run_behind
 from ep_server.ranks.channel import ChannelClosed, RankChannel
 from ep_server.ranks.messages import fatal_message, one_line, ready_message
+from ep_server.ranks.process import STANDBY
 from ep_server.ranks.protocol import THREAD_TURN_SECONDS
 from ep_server.ranks.standby import receive
 from ep_server.ranks.worker import RankWorker
@@ -40,14 +44,19 @@ PR_SET_PDEATHSIG = 1
 Choose: TypeAlias = "Callable[[pb.Start, Config], Device]"
 
 
-def serve(channel: RankChannel, choose: Choose | None = None) -> int:
-    """Runs a rank behind a channel until it ends. choose: see main(). Returns: the exit code."""
+def serve(channel: RankChannel, choose: Choose | None = None, *, standby: bool = False) -> int:
+    """Runs a rank behind a channel until it ends. choose: see main(). Returns: the exit code.
+
+    standby: others serve meanwhile, maybe on the same cores.
+    """
     exchanges: list[Abortable] = []
     parts: RankParts | None = None
     try:
         # Imported here: torch takes a second or more, and the process must be tied to its parent by then. A
         # process on standby gets its Start message later.
         gc.disable()  # scanning freshly imported objects would cost a tenth of that second
+        if standby:
+            run_behind(partial(importlib.import_module, "ep_server.ranks.build"))
         import torch
 
         from ep_server.ranks.build import Front, build_rank
@@ -141,7 +150,7 @@ def main(choose: Choose | None = None) -> int:
     logging.basicConfig(format=f"rank {options.rank}: %(levelname)s %(message)s")
     channel = RankChannel(socket.socket(fileno=options.channel))
     try:
-        return serve(channel, choose)
+        return serve(channel, choose, standby=options.rank == STANDBY)
     finally:
         channel.close()
 

@@ -12,7 +12,7 @@ from ep_server.backends.assembly import MOST_READERS, LoadParams, RankModel
 from ep_server.backends.shadow import HostExperts
 from ep_server.errors import EpServerError
 from ep_server.models.experts import SlotMove
-from ep_server.ranks.changes import yield_cores
+from ep_server.ranks.background import yield_cores
 from ep_server.ranks.experts import RankExperts
 
 log = logging.getLogger(__name__)
