@@ -68,7 +68,9 @@ class FixedOverlap:
 
 @dataclass(frozen=True, slots=True)
 class OverlapRule:
-    """A trial of 2 * window steps, one and two micro-batches in turns; then some steps in the faster way.
+    """A trial of 2 * window steps, two steps of each way in turns; then some steps in the faster way.
+
+    Two, because every second step may be longer: behind a slow network the ranks take turns to be late.
 
     Those are `first` steps, and twice as many as before, at most `hold`, after each trial that says the same
     again. So what a disturbed trial says does not last.
@@ -135,7 +137,7 @@ class MeasuredOverlap:
         if trial.at >= 2 * self.rule.window:
             return trial.wanted
         hopeless = self._hopeless(trial)
-        return trial.at % 2 == 1 if hopeless == 0 else hopeless == 1
+        return trial.at // 2 % 2 == 1 if hopeless == 0 else hopeless == 1
 
     def stepped(self, step: Ran) -> None:
         """As Overlap.stepped."""

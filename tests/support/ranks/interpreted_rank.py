@@ -77,7 +77,7 @@ class Interpreted:
         mode = self._config.parallel.overlap
         if mode != "auto":
             return FixedOverlap(mode == "on")
-        return MeasuredOverlap(self.runner.graphs.overlapped, OverlapRule(window=1, first=2, hold=2))
+        return MeasuredOverlap(self.runner.graphs.overlapped, OverlapRule(window=2, first=2, hold=2))
 
 
 if __name__ == "__main__":
