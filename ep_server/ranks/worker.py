@@ -295,7 +295,7 @@ class RankWorker:
             self._scheduler.check_integrity()
             self._checked = self._clock()
         while self._voter.last_work == last_work and not self._stop and self._regroup is None:
-            self._wait(CHANGE_LOOK_SECONDS if self._changes.preparing else self._handoff.rest())
+            self._wait(self._handoff.rest(CHANGE_LOOK_SECONDS if self._changes.preparing else None))
             if self._handoff.free_held():
                 self._report()
 

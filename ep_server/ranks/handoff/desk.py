@@ -49,12 +49,16 @@ class HandoffDesk:
         """(host:port, name of the local socket) where other servers fetch; empty if they cannot."""
         return ("", "") if self._exporter is None else (self._exporter.address, self._exporter.local)
 
-    def rest(self) -> float | None:
-        """The rank parks. Returns: how often it calls free_held() meanwhile; None: not at all."""
-        if self._exporter is None:
-            return None
-        self._exporter.rest()
-        return LOOK_SECONDS if self._exporter.shows else None
+    def rest(self, look: float | None = None) -> float | None:
+        """The rank parks. look: how often it wakes in any case; None: not at all.
+
+        Returns: how often it must wake, and call free_held().
+        """
+        if self._exporter is not None:
+            self._exporter.rest()
+            if look is None and self._exporter.shows:
+                return LOOK_SECONDS
+        return look
 
     def wait(self, seconds: float) -> None:
         """Until a fetch has ended, no longer than this. Returns at once if nothing is fetched."""
