@@ -29,6 +29,7 @@ from ep_server.errors import (
     WrongState,
 )
 from ep_server.frontend.checkpoint_facts import CheckpointFacts
+from ep_server.frontend.handoffs import Handoffs
 from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
 from ep_server.frontend.port import Port
 from ep_server.frontend.served_model import ServedModel
@@ -93,11 +94,13 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
         engine: Engine,
         model: ServedModel,
         config: Config,
+        handoffs: Handoffs,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._model = model
         self._config = config
+        self._handoffs = handoffs
         self._clock = clock
         self._started = clock()
         self._instance = uuid.uuid4().hex
@@ -249,6 +252,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
         if not _is_inside(request.path, folder):
             raise InvalidArgument("path", request.path, f"a checkpoint in {folder} (model.updates)")
         done = await self._engine.update_weights(request.path, self._check_weights)
+        await self._handoffs.warm_up()
         return control_pb2.UpdateWeightsResponse(
             version=done.version,
             pause_seconds=done.pause,

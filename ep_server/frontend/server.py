@@ -123,7 +123,7 @@ class Server:
         self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         self._handoffs = Handoffs(config, self.engine)
         self.health = Health(self._names)
-        self._control = ControlService(self.engine, model, config)
+        self._control = ControlService(self.engine, model, config, self._handoffs)
         self._port: Port | None = None
         self._control_port: Port | None = None
         self._others = others

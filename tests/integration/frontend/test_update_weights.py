@@ -70,6 +70,13 @@ async def demo(path: Path = DEMO_MODEL) -> AsyncIterator[tuple[Server, Restartin
         await server.stop()
 
 
+async def handed_off(client: RawClient, found: list[str]) -> None:
+    """Adds what the handle of a new request says about the weights."""
+    async for event in client.generate([1, 2, 3], max_new_tokens=1, hold_kv=True, timeout=WAIT):
+        if event.HasField("kv_handle"):
+            found.append(event.kv_handle.weights)
+
+
 async def update(client: RawClient, path: Path) -> Any:
     request = control_pb2.UpdateWeightsRequest(path=str(path))
     return await client.control.UpdateWeights(request, timeout=WAIT)
@@ -299,9 +306,7 @@ async def test_a_handle_given_in_the_switch_names_no_weights() -> None:
     async with serving(ranks, **values) as made:
 
         async def weights() -> None:
-            async for event in made.client.generate([1, 2, 3], max_new_tokens=1, hold_kv=True, timeout=WAIT):
-                if event.HasField("kv_handle"):
-                    found.append(event.kv_handle.weights)
+            await handed_off(made.client, found)
 
         await weights()
         ranks.hold()
@@ -316,6 +321,22 @@ async def test_a_handle_given_in_the_switch_names_no_weights() -> None:
         await meanwhile
         await weights()
         assert found[0] and found == [found[0], "", found[0]]
+
+
+async def test_handles_name_weights_as_they_were_read(tmp_path: Path) -> None:
+    """Files may be replaced after an update, before its first hand-off."""
+    path, found = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model")), list[str]()
+    changed = perturbed(DEMO_MODEL, tmp_path / "changed", share=1.0)
+    values = {"model__path": str(path), "model__updates": "/", "handoff__role": "prefill"}
+    async with serving(FakeRanks(1), **values) as made:
+        await handed_off(made.client, found)
+        shutil.copytree(changed, path, dirs_exist_ok=True)
+        await update(made.client, path)
+        shutil.copytree(DEMO_MODEL, path, dirs_exist_ok=True)
+        await handed_off(made.client, found)
+        await update(made.client, path)
+        await handed_off(made.client, found)
+    assert found[1] and found == [found[0], found[1], found[0]] and found[1] != found[0]
 
 
 @pytest.mark.slow
