@@ -221,7 +221,7 @@ class Delivery:
                 active.leave_process()
         for rank, count in enumerate(self._requests.ranks):
             if rank not in restarted.kept:
-                count.admitted = 0
+                count.admitted = count.adding = 0
                 self._awaited.pop(rank, None)
         self._move(restarted.ready, max_context)
         self.phases.served(restarted.load_seconds)

@@ -214,6 +214,27 @@ async def test_a_request_that_kills_its_ranks_ends_alone() -> None:
         assert [t for e in await rest(good) for t in e.tokens.token_ids] == [8, 9]
 
 
+async def test_a_late_message_of_a_lost_rank_accuses_nobody() -> None:
+    """It had begun to add the request. The next process has not when it is lost too."""
+    ranks = FakeRanks(1)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=2)
+        await next_event(call)
+        (active,) = served.server.engine._requests
+        for losses in (1, 2):
+            ranks.start_gate = asyncio.Event()
+            ranks.kill(0)
+            if losses == 1:
+                ranks._told().on_begun(0, [], adding=active.request.number)
+            ranks.start_gate.set()
+            await served.until(lambda count=losses: len(served.heard.recovered) == count)
+            assert active.suspected == 0
+            ranks.hold()
+        ranks.release()
+        assert [t for e in await rest(call) for t in e.tokens.token_ids] == [2, 3]
+
+
 async def test_losses_while_a_request_waits_do_not_end_it() -> None:
     """It was in a step of two of five ranks that were lost."""
     ranks = FakeRanks(2)
