@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,12 @@ class PrefillServer:
             await asyncio.sleep(0.1)
 
     def signal(self, number: int) -> None:
-        """To all of its processes."""
-        if self._process is not None:
-            os.killpg(self._process.pid, number)
+        """To all of its processes: each rank has a process group of its own, in the same session."""
+        assert self._process is not None
+        for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            with suppress(ProcessLookupError):
+                if os.getsid(pid) == self._process.pid:
+                    os.kill(pid, number)
 
     def kill(self) -> None:
         """Its ranks die with it."""
