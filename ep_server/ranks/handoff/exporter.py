@@ -80,7 +80,7 @@ class KvExporter:
     ) -> None:
         """hold_seconds: after the end of a request. Raises: OSError.
 
-        stall: a fetcher that takes nothing is left after it, and nobody waits for a rank that writes nothing.
+        stall: for a fetcher to take what it got, and for this rank to compute a layer.
 
         lanes: to fetchers of other hosts that have them; None = TCP. beside: while another group of ranks has
         the port, listens at `local` alone.
@@ -284,7 +284,7 @@ class KvExporter:
         """Raises: HandoffError."""
         if hello.row_bytes != self._rows.row_bytes:
             raise HandoffError(f"row_bytes = {hello.row_bytes}: must be {self._rows.row_bytes}")
-        told = began = time.monotonic()
+        began = sent = time.monotonic()
         plans = self._plans
         while True:
             with self._changed:
@@ -295,9 +295,9 @@ class KvExporter:
                     raise HandoffError(f"key unknown: {self._ended.get(hello.key, 'no such request')}")
                 self._check_moves()
                 self._changed.wait(KEEPALIVE_SECONDS)
-            if time.monotonic() - told >= KEEPALIVE_SECONDS:
+            if time.monotonic() - sent >= KEEPALIVE_SECONDS:
                 line.put(WAITING)
-                told = time.monotonic()
+                sent = time.monotonic()
         if shown.fetched:
             raise HandoffError(FETCHED)
         return shown
@@ -345,7 +345,7 @@ class KvExporter:
 
     def _await(self, line: Line, shown: _Shown, moved: Moved) -> None:
         """Waits until there is something to send. Raises: HandoffError, also where no step runs."""
-        told = time.monotonic()
+        sent = time.monotonic()
         while True:
             with self._changed:
                 if shown.gone:
@@ -357,9 +357,9 @@ class KvExporter:
                 self._check_moves()
                 runs = shown.export.planned > shown.export.tokens
                 self._changed.wait(LAYER_SECONDS if runs else KEEPALIVE_SECONDS)
-            if time.monotonic() - told >= KEEPALIVE_SECONDS:
+            if time.monotonic() - sent >= KEEPALIVE_SECONDS:
                 line.put(Rows(moved.first, 0, 0).pack())
-                told = time.monotonic()
+                sent = time.monotonic()
 
     def _check_moves(self) -> None:
         """Raises: HandoffError if the rank's steps have written nothing for too long. Under `_changed`.

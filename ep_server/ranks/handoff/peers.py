@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,13 +45,13 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """heard: when something came over a line that has ended. asked: when a request named it last.
+    """received: when the lines that have ended got something last. asked: when a request named it last.
 
     unsent: keys that it may free. skipped: requests that did not wait for it.
     """
 
     lines: set[Line] = field(default_factory=set)
-    heard: float = -math.inf
+    received: float = -math.inf
     silent: bool = False
     asked: float = 0.0
     skipped: int = 0
@@ -60,7 +60,7 @@ class _Peer:
     @property
     def last(self) -> float:
         """When it sent something last."""
-        return max([self.heard, *(line.heard for line in self.lines)])
+        return max([self.received, *(line.received for line in self.lines)])
 
 
 class Peers:
@@ -104,14 +104,23 @@ class Peers:
 
     def release(self, source: KvSource) -> None:
         """Has a rank free its blocks; one that is silent, as soon as it answers."""
+        if self._keeps(source):
+            return
+        try:
+            with self.line(source) as (line, _):
+                self._ask(line, source.key)
+        except HandoffError:
+            self._keeps(source)  # this was the first call to notice that it is silent
+
+    def _keeps(self, source: KvSource) -> bool:
+        """Whether the rank is silent. It then gets the key once it answers."""
         with self._lock:
             peer = self._peers.get(_place(source))
-            if peer is not None and peer.silent:
-                if len(peer.unsent) < MAX_UNSENT:
-                    peer.unsent[source.key] = None
-                return
-        with suppress(HandoffError), self.line(source) as (line, _):
-            self._ask(line, source.key)
+            if peer is None or not peer.silent:
+                return False
+            if len(peer.unsent) < MAX_UNSENT:
+                peer.unsent[source.key] = None
+            return True
 
     def _ask(self, line: Line, key: bytes) -> None:
         """Raises: HandoffError; also where a rank refuses."""
@@ -123,12 +132,12 @@ class Peers:
         with self._lock:
             peer = self._peers[place]
             peer.lines.discard(line)
-            peer.heard = max(peer.heard, line.heard)
+            peer.received = max(peer.received, line.received)
             if not peer.lines and not peer.silent:
                 del self._peers[place]
 
     def _missed(self, place: _Place) -> None:
-        """A wait for this rank was in vain. If it sends nothing to others either, it is silent."""
+        """A wait for this rank timed out. If it sends nothing to others either, it is silent."""
         now = time.monotonic()
         with self._lock:
             peer = self._peers.setdefault(place, _Peer())
@@ -182,7 +191,7 @@ class Peers:
         except Silent:
             time.sleep(max(0.0, AGAIN_SECONDS - (time.monotonic() - began)))
             return False
-        except HandoffError:  # closed or refused: who is gone costs nobody time
+        except HandoffError:  # closed or refused: that takes no time, so requests may try again
             pass
         with self._lock:
             peer.unsent.pop(key, None)

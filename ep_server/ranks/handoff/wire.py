@@ -212,13 +212,14 @@ def receive_answer(
 class Line:
     """A connected socket with one deadline for every wait: `seconds` without a byte end it.
 
-    until: of time.monotonic(), ends all reading, though a byte may come now and then. heard: the last byte.
+    until: of time.monotonic(), ends all reading, though a byte may come now and then. received: when the last
+    byte came.
     """
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         sock.settimeout(seconds)
         self.sock = sock
-        self.until, self.heard = math.inf, -math.inf
+        self.until, self.received = math.inf, -math.inf
         self._closed = "the connection was closed"
 
     def take(self, size: int) -> bytes:
@@ -246,7 +247,7 @@ class Line:
                     descriptors.append(descriptor)
             if not part:
                 raise HandoffError(self._closed)
-            self.heard = time.monotonic()
+            self.received = time.monotonic()
             data += part
         return data
 
@@ -260,7 +261,7 @@ class Line:
                 raise _failure("reading failed", error) from error
             if not count:
                 raise HandoffError(self._closed)
-            self.heard = time.monotonic()
+            self.received = time.monotonic()
             view = view[count:]
 
     def _check_time(self) -> None:
@@ -306,19 +307,26 @@ def connect(address: str, local: str, seconds: float) -> tuple[Line, bool]:
     """
     began = time.monotonic()
     if local:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(seconds)
-            sock.connect("\0" + local)
-            return Line(sock, seconds), True
-        except OSError:  # another host
-            sock.close()
+        with suppress(OSError):  # another host
+            return Line(_local_socket(local, seconds), seconds), True
     host, _, port = address.rpartition(":")
     left = max(0.1, seconds - (time.monotonic() - began))
     try:
         return Line(socket.create_connection((host.strip("[]"), int(port)), left), seconds), False
     except (OSError, ValueError, OverflowError) as error:  # no such port
         raise _failure(f"{address} does not answer", error) from error
+
+
+def _local_socket(name: str, seconds: float) -> socket.socket:
+    """Raises: OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(seconds)
+        sock.connect("\0" + name)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _failure(what: str, error: Exception) -> HandoffError:

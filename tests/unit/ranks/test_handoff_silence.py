@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ep_server.backends.kv_rows import Kind
 from ep_server.ranks.handoff import exporter as exporting
+from ep_server.ranks.handoff.desk import LOOK_SECONDS, HandoffDesk
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
 from ep_server.ranks.handoff.wire import WAITING, HandoffError, Hello, Line, connect, receive_answer, refusal
 from ep_server.records import KvSource
-from ep_server.scheduler.handoffs import KvExport, KvFetch
+from ep_server.scheduler.handoffs import Handoffs, KvExport, KvFetch
 from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, fetched, rows_of
 
 OTHER = bytes(reversed(KEY))
@@ -72,6 +76,32 @@ def test_a_silent_rank_is_asked_and_freed_by_one_thread() -> None:
     until(importer.ended)
 
 
+def test_a_silent_rank_frees_what_nobody_asked_for() -> None:
+    """The request that finds it silent needs none of its blocks. They are freed all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        importer, keys = KvImporter(rows_of(Cache(2, 5, fill=0)), WAIT, 0.3), list[bytes]()
+        importer.start([KvFetch(0, KvSource(address, "", KEY, 5), 0, (), 0)])
+        until(lambda: fetched(importer, fetch_of(address, OTHER)) == 0 and count(importer, "skipped"))
+        while keys.count(KEY) < 2:  # in vain, and once it answers
+            line, hello = accepted(listener)
+            keys.append(hello.key)
+            with suppress(HandoffError):  # those that were in vain have left
+                line.put(refusal("no such request"))
+            line.close()
+
+
+def test_a_connection_without_a_descriptor_fails_as_others() -> None:
+    """Too many files are open: the thread that asks a silent rank must survive it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(HandoffError, match="Too many open files"):
+            connect("127.0.0.1:1", "nobody", WAIT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_rank_that_takes_no_connection_is_silent() -> None:
     """As where the network swallows packets: its backlog is full."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
@@ -92,7 +122,7 @@ def test_a_rank_that_answers_others_is_not_silent() -> None:
     """One of its threads says nothing; that fetch alone fails."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        importer = KvImporter(rows_of(Cache(2, 5, fill=0)), WAIT, 0.5)
+        importer = KvImporter(rows_of(Cache(2, 5, fill=0)), WAIT, 1.0)
         importer.start([fetch_of(address, KEY)])
         quiet, _ = accepted(listener)
         importer.start([fetch_of(address, OTHER, -2)])
@@ -186,6 +216,22 @@ def test_a_request_on_its_way_is_awaited_while_steps_run(monkeypatch: pytest.Mon
     assert count(importer, "received") == 1
     exporter.rest()
     assert fetched(importer, fetch_of(exporter.address, b"?" * 16, -2)) == 0
+    exporter.close()
+
+
+def test_a_parked_rank_has_read_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that prepares new weights meanwhile. It runs no step, which is no reason to refuse."""
+    monkeypatch.setattr(exporting, "UNKNOWN_SECONDS", 0.1)
+    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=0.3)
+    ledger: Any = None
+    desk = HandoffDesk(Handoffs(ledger), exporter)
+    exporter.show([KvExport(1, KEY, 5, (1,), held=True)], step=True)
+    assert (desk.rest(0.05), desk.rest()) == (0.05, LOOK_SECONDS)
+    line, _ = connect(exporter.address, "", WAIT)
+    line.put(Hello(OTHER, 0, 5, ROW, Kind.PRIVATE).pack())
+    with pytest.raises(HandoffError, match="no such request"):
+        receive_answer(line)
+    line.close()
     exporter.close()
 
 
