@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 STATUS_SECONDS = 2.0  # time for final statuses to reach their callers
 LOG_EVERY = 10.0  # seconds between log lines while joining
-# INTERNAL is gRPC's own: a write came after a refusal, whose reason it hides. The next attempt may hear it.
+# gRPC's own INTERNAL hides why node 0 refused before the first write. The next attempt may show it.
 AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 
 OPTIONS = [

@@ -370,13 +370,14 @@ class HandoffConfig:
         high=3600,
     )
     timeout_seconds: float = option(
-        120.0,
-        "A decode server computes the prompt itself if its blocks have not arrived after this many seconds.",
-        low=0.1,
-        high=3600,
+        120.0, "A decode server computes a prompt itself if its blocks take longer.", low=0.1, high=3600
     )
-    silence_seconds: float = option(2.0, "The same if the other server sends nothing.", low=1.0, high=600)
-    stall_seconds: float = option(5.0, "The same if its rank computes no layer.", low=0.1, high=600)
+    silence_seconds: float = option(
+        2.0, "The same if the other server sends nothing for so long.", low=1.0, high=600
+    )
+    stall_seconds: float = option(
+        5.0, "A prefill server refuses hand-offs if its rank runs no layer for so long.", low=0.1, high=600
+    )
 
     @property
     def sends(self) -> bool:

@@ -1,4 +1,4 @@
-// One endpoint: RDMA writes into peers' memory, each with 4 bytes of remote completion data (CompletionData).
+// One endpoint: RDMA writes into peers' memory, each with remote completion data (CompletionData).
 //
 // Each rank registers one region that peers write to, and the memory that it sends from. No order of writes
 // is assumed. No liveness is assumed either: no provider reports a silent peer. Only one thread at a time may

@@ -121,8 +121,8 @@ async def test_a_rank_whose_partner_hangs_ends_hand_offs() -> None:
         await nothing_held(prefill)
 
 
-async def test_a_hung_decode_rank_holds_no_blocks() -> None:
-    """It stops while it fetches. The prefill server goes on, and the request is served when it does."""
+async def test_a_hung_decode_rank_stops_no_prefill() -> None:
+    """It stops while it fetches. Its request is served once it goes on, and all blocks are freed."""
     async with pair({**SLOW, "handoff__stall_seconds": 1.0}, {**QUICK, **PATIENT}) as (prefill, decode):
         async with prefilling(prefill, prompt(1)) as handle:
             call = asyncio.create_task(all_continued(decode, {1: handle}))

@@ -84,6 +84,7 @@ def receives_late(exchange: HostExchange, turns: int, peer: Peer) -> list[float]
     return waited
 
 
+@pytest.mark.slow  # it asserts a time
 def test_a_late_receiver_waits_no_longer(tmp_path: Path) -> None:
     """The time until it looked counts. One turn of several will do: it may be late for other reasons."""
     turns, made = 3, ends(tmp_path, 2, delayed(LONG_SECONDS))
