@@ -173,7 +173,7 @@ class Peers:
             self._forget(place)
             unsent, skipped = list(peer.unsent), peer.skipped
         took = time.monotonic() - began
-        log.info("%s answers after %.1f s: %d requests did not wait for it", place.address, took, skipped)
+        log.info("%s is used again after %.1f s: %d requests did not wait", place.address, took, skipped)
         for key in unsent:
             self.release(KvSource(*place, key, 0))
 
