@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import uvloop
@@ -31,18 +30,18 @@ from ep_server.cli.chaos.faults import (
     settled_pids,
     shape_of,
 )
-from ep_server.cli.chaos.report import LOST, Report, as_dict, show
-from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
+from ep_server.cli.chaos.report import Report, as_dict, show
+from ep_server.cli.chaos.rounds import add_gaps, answers_of, compare, direct, whole
+from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests
 from ep_server.cli.progress import Bars
-from ep_server.client import AsyncClient, AsyncStream, Output, PrefillDecode, Target
-from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError
+from ep_server.client import AsyncClient, PrefillDecode, Target
+from ep_server.errors import ConfigError, EpServerError
 
 NAME = "chaos"
 PANEL = {"rich_help_panel": "Faults"}
 LOAD = {"rich_help_panel": "Streams"}
 SETTLE_SECONDS = 30.0
 MIB = 1 << 20
-Ask = Callable[..., Awaitable[AsyncStream]]  # prompt and fields -> the stream
 
 
 def command(
@@ -135,7 +134,7 @@ async def run(
     draw = random.Random(seed)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(AsyncClient(target))
-        clients, ask = [client], _direct(client)
+        clients, ask = [client], direct(client)
         if prefill is not None:
             clients.append(await stack.enter_async_context(AsyncClient(prefill)))
             pair = await stack.enter_async_context(PrefillDecode(prefill, client))
@@ -152,7 +151,7 @@ async def run(
         if prefill is not None:  # what is cached would not be handed off
             asked = [Asked(one.prompt_ids, {**one.fields, "bypass_prefix_cache": True}) for one in asked]
         silence = plan.recover_seconds + SETTLE_SECONDS
-        undisturbed = [_whole(one) for one in await _answers(_direct(client), asked, silence)]
+        undisturbed = [whole(one) for one in await answers_of(direct(client), asked, silence)]
         expected = [answer.output for answer in undisturbed]
         report.first_tokens["undisturbed"] = [answer.first_token for answer in undisturbed]
         before = await _memory(client)
@@ -161,7 +160,7 @@ async def run(
             running = asyncio.ensure_future(_all(faults))
             try:
                 while not running.done():
-                    answers += _compare(await _answers(ask, asked, silence), asked, expected, report)
+                    answers += compare(await answers_of(ask, asked, silence), asked, expected, report)
                     bars.show("faults", sum(each.count for each in faults), plan.count)
                 with suppress(EpServerError):
                     await running
@@ -181,7 +180,7 @@ async def run(
     report.pauses = [change.pause for each in faults for change in each.changes.done]
     report.recoveries = [loss.ended - loss.began for each in faults for loss in each.losses]
     for answer in answers:
-        _add_gaps(report, answer, faults[0])
+        add_gaps(report, answer, faults[0])
     return report
 
 
@@ -191,15 +190,6 @@ async def _elsewhere(client: AsyncClient, plan: FaultPlan) -> list[int]:
     if plan.together > ranks:
         raise ConfigError("--together", plan.together, f"at most {ranks}, the server's ranks here")
     return await elsewhere(client)
-
-
-def _direct(client: AsyncClient) -> Ask:
-    """Requests without a hand-off."""
-
-    async def ask(prompt: Sequence[int], **fields: Any) -> AsyncStream:
-        return client.generate(prompt, **fields)
-
-    return ask
 
 
 def _shares(
@@ -236,93 +226,6 @@ async def _all(faults: Sequence[Faults]) -> None:
                 group.create_task(each.run())
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-async def _answers(ask: Ask, asked: Sequence[Asked], seconds: float) -> list[Answer | BaseException]:
-    """Runs all requests at once. They end once none of them has had a token for so long."""
-    begun: list[Answer] = []
-    tasks = [asyncio.ensure_future(_answer(ask, one, begun)) for one in asked]
-    before, tokens = -1, 0
-    try:
-        while tokens != before and not all(task.done() for task in tasks):
-            await asyncio.wait(tasks, timeout=seconds)
-            before, tokens = tokens, sum(len(times) for each in begun for times in each.arrivals.values())
-    finally:
-        for task in tasks:
-            task.cancel()
-    silent = DeadlineExceeded(f"no stream has had a token for {seconds:g} s")
-    found = await asyncio.gather(*tasks, return_exceptions=True)
-    return [silent if isinstance(one, asyncio.CancelledError) else one for one in found]
-
-
-def _whole(answer: Answer | BaseException) -> Answer:
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
-
-
-def _compare(
-    found: Sequence[Answer | BaseException],
-    asked: Sequence[Asked],
-    expected: Sequence[Output],
-    report: Report,
-) -> list[Answer]:
-    """What a round has given, with the undisturbed run. Returns: those that were answered to the end."""
-    answers = []
-    report.rounds += 1
-    for number, (answer, undisturbed) in enumerate(zip(found, expected, strict=True)):
-        report.streams += 1
-        name = f"round {report.rounds}, stream {number}, {dict(asked[number].fields)}"
-        if isinstance(answer, BaseException):
-            if not isinstance(answer, EpServerError):
-                raise answer
-            report.errors.append(f"{name}: {answer}")
-            continue
-        answers.append(answer)
-        report.same_tokens += _ids(answer.output) == _ids(undisturbed)
-        report.first_tokens["losses"].append(answer.first_token)
-        report.handed_off += answer.handed_off and asked[number].fields.get("bypass_prefix_cache", False)
-        if _shown(answer.output, asked[number], report) != _shown(undisturbed, asked[number], report):
-            report.differences.append(name)
-    return answers
-
-
-def _ids(output: Output) -> list[list[int]]:
-    return [each.token_ids for each in output.sequences]
-
-
-def _add_gaps(report: Report, answer: Answer, faults: Faults) -> None:
-    """Counts the longest gap of each sequence during each loss or change; else its longest one at all.
-
-    A stream that has moved counts as one of its new rank once it had a token there.
-    """
-    met = False
-    for change in faults.changes.done:
-        gaps = answer.gaps(change.began, change.ended)
-        report.gaps["change"] += gaps
-        met = met or bool(gaps)
-    for loss in faults.losses:
-        gaps = answer.gaps(loss.began, loss.ended)
-        report.gaps[LOST[2 if loss.alone else answer.rank_at(loss.began) not in loss.ranks]] += gaps
-        met = met or bool(gaps)
-    if not met:
-        report.gaps["undisturbed"] += answer.gaps()
-
-
-def _shown(output: Output, asked: Asked, report: Report) -> Any:
-    """What must be equal. Where rounding differs, the length of an output that a text may end is free."""
-    free = not report.exact and not asked.fields["ignore_eos"]
-    return len(output.sequences) if free else seen(output, exact=report.exact)
-
-
-async def _answer(ask: Ask, one: Asked, begun: list[Answer]) -> Answer:
-    began = time.monotonic()
-    stream = await ask(one.prompt_ids, **one.fields)
-    answer = Answer(stream.output, began)
-    begun.append(answer)
-    async for tokens in stream:
-        answer.got(tokens, time.monotonic())
-    return answer
 
 
 async def _left(client: AsyncClient) -> list[str]:

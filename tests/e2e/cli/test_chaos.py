@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ep_server.cli.chaos.command import _add_gaps, _answers, _compare, _direct
 from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, Loss, ServerShape, parent_of, pids_here
 from ep_server.cli.chaos.report import Report
+from ep_server.cli.chaos.rounds import add_gaps, answers_of, compare, direct
 from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Asked, Lengths, draw_requests, seen
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
@@ -270,14 +270,14 @@ async def test_streams_without_a_token_are_an_error() -> None:
     """A server that never serves again would else hold up the command for ever."""
     asked = [Asked([1], {"max_new_tokens": count}) for count in (1, 4, 4)]
     async with serving(FakeRanks(2)) as served, AsyncClient(served.server.address) as client:
-        (whole,) = await _answers(_direct(client), asked[:1], WAIT)
+        (whole,) = await answers_of(direct(client), asked[:1], WAIT)
         assert isinstance(whole, Answer) and whole.output.token_ids == [2]
         served.ranks.hold()
         async with asyncio.timeout(WAIT):
-            found = await _answers(_direct(client), asked, 0.5)
+            found = await answers_of(direct(client), asked, 0.5)
         assert [str(each) for each in found] == ["no stream has had a token for 0.5 s"] * 3
         report = Report(exact=True)
-        assert _compare(found, asked, [Output()] * 3, report) == [] and len(report.errors) == 3
+        assert compare(found, asked, [Output()] * 3, report) == [] and len(report.errors) == 3
         await served.until(lambda: served.server.engine.statistics().open_streams == 0)
         served.ranks.release()
 
@@ -292,7 +292,7 @@ def test_a_stream_counts_for_the_rank_that_it_is_on() -> None:
     report = Report(exact=True)
     losses = [Loss(frozenset({rank}), began, ended) for rank, began, ended in ((2, 2.5, 5.5), (2, 6.5, 9.5))]
     done: Any = SimpleNamespace(losses=losses, changes=SimpleNamespace(done=[]))
-    _add_gaps(report, answer, done)
+    add_gaps(report, answer, done)
     assert report.gaps["lost rank"] == [3.0] and report.gaps["other ranks"] == [3.0]
 
 

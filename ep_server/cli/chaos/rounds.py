@@ -1,0 +1,113 @@
+"""One round of `ep-server chaos`: all requests at once, compared with an undisturbed run. Units: seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from ep_server.cli.chaos.faults import Faults
+from ep_server.cli.chaos.report import LOST, Report
+from ep_server.cli.chaos.streams import Answer, Asked, seen
+from ep_server.client import AsyncClient, AsyncStream, Output
+from ep_server.errors import DeadlineExceeded, EpServerError
+
+Ask = Callable[..., Awaitable[AsyncStream]]  # prompt and fields -> the stream
+
+
+def direct(client: AsyncClient) -> Ask:
+    """Requests without a hand-off."""
+
+    async def ask(prompt: Sequence[int], **fields: Any) -> AsyncStream:
+        return client.generate(prompt, **fields)
+
+    return ask
+
+
+async def answers_of(ask: Ask, asked: Sequence[Asked], seconds: float) -> list[Answer | BaseException]:
+    """Runs all requests at once. They end once none of them has had a token for so long."""
+    begun: list[Answer] = []
+    tasks = [asyncio.ensure_future(_answer(ask, one, begun)) for one in asked]
+    before, tokens = -1, 0
+    try:
+        while tokens != before and not all(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=seconds)
+            before, tokens = tokens, sum(len(times) for each in begun for times in each.arrivals.values())
+    finally:
+        for task in tasks:
+            task.cancel()
+    silent = DeadlineExceeded(f"no stream has had a token for {seconds:g} s")
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    return [silent if isinstance(one, asyncio.CancelledError) else one for one in found]
+
+
+async def _answer(ask: Ask, one: Asked, begun: list[Answer]) -> Answer:
+    began = time.monotonic()
+    stream = await ask(one.prompt_ids, **one.fields)
+    answer = Answer(stream.output, began)
+    begun.append(answer)
+    async for tokens in stream:
+        answer.got(tokens, time.monotonic())
+    return answer
+
+
+def whole(answer: Answer | BaseException) -> Answer:
+    """The answer. Raises: the error that ended it."""
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def compare(
+    found: Sequence[Answer | BaseException],
+    asked: Sequence[Asked],
+    expected: Sequence[Output],
+    report: Report,
+) -> list[Answer]:
+    """What a round has given, with the undisturbed run. Returns: those that were answered to the end."""
+    answers = []
+    report.rounds += 1
+    for number, (answer, undisturbed) in enumerate(zip(found, expected, strict=True)):
+        report.streams += 1
+        name = f"round {report.rounds}, stream {number}, {dict(asked[number].fields)}"
+        if isinstance(answer, BaseException):
+            if not isinstance(answer, EpServerError):
+                raise answer
+            report.errors.append(f"{name}: {answer}")
+            continue
+        answers.append(answer)
+        report.same_tokens += _ids(answer.output) == _ids(undisturbed)
+        report.first_tokens["losses"].append(answer.first_token)
+        report.handed_off += answer.handed_off and asked[number].fields.get("bypass_prefix_cache", False)
+        if _shown(answer.output, asked[number], report) != _shown(undisturbed, asked[number], report):
+            report.differences.append(name)
+    return answers
+
+
+def _ids(output: Output) -> list[list[int]]:
+    return [each.token_ids for each in output.sequences]
+
+
+def _shown(output: Output, asked: Asked, report: Report) -> Any:
+    """What must be equal. Where rounding differs, the length of an output that a text may end is free."""
+    free = not report.exact and not asked.fields["ignore_eos"]
+    return len(output.sequences) if free else seen(output, exact=report.exact)
+
+
+def add_gaps(report: Report, answer: Answer, faults: Faults) -> None:
+    """Counts the longest gap of each sequence during each loss or change; else its longest one at all.
+
+    A stream that has moved counts as one of its new rank once it had a token there.
+    """
+    met = False
+    for change in faults.changes.done:
+        gaps = answer.gaps(change.began, change.ended)
+        report.gaps["change"] += gaps
+        met = met or bool(gaps)
+    for loss in faults.losses:
+        gaps = answer.gaps(loss.began, loss.ended)
+        report.gaps[LOST[2 if loss.alone else answer.rank_at(loss.began) not in loss.ranks]] += gaps
+        met = met or bool(gaps)
+    if not met:
+        report.gaps["undisturbed"] += answer.gaps()
