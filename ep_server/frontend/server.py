@@ -171,8 +171,7 @@ class Server:
         if self._others is not None:
             self._others.on_stop_asked = self._stop_asked.set  # several nodes may ask: it still drains
             await self._others.open(self.add_relayed, self._limits)
-        if await self._unless(self._stop_asked, self.engine.start(progress)):
-            await self._handoffs.warm_up()
+        if await self._unless(self._stop_asked, self._start_ranks(progress)):
             self._say(serving=True)
             for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
                 log.info("decode attention: %s", named)
@@ -183,6 +182,15 @@ class Server:
                 self.engine.num_ranks,
                 self.config.parallel.device,
             )
+
+    async def _start_ranks(self, progress: Progress) -> None:
+        """And identifies the weights meanwhile, which reads a little of every tensor."""
+        reading = asyncio.create_task(self._handoffs.warm_up())
+        try:
+            await self.engine.start(progress)
+            await reading
+        finally:
+            reading.cancel()
 
     async def serve(self) -> None:
         """Waits until a stop is requested, or a rank is lost and not replaced."""
