@@ -6,11 +6,12 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.support.frontend import WAIT
 from tests.support.handoff.servers import (
@@ -24,12 +25,20 @@ from tests.support.handoff.servers import (
     serving,
 )
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 LENGTH = 75
 FIELDS: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "temperature": 0.0}
 QUICK = {"handoff__silence_seconds": 1.0, "scheduler__block_size": 7}
 PATIENT = {"exchange__timeout_seconds": WAIT}  # with a rank that is stopped
-SLOW = {"scheduler__max_step_tokens": 1}  # many steps
+SLOW = {"scheduler__max_step_tokens": 1, "handoff__stall_seconds": 1.0}  # many steps
+
+Pair = tuple[Running, Running]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers() -> AsyncIterator[Pair]:
+    async with pair({**SLOW, **PATIENT}, {**QUICK, **PATIENT}) as both:
+        yield both
 
 
 def prompt(number: int) -> list[int]:
@@ -65,54 +74,56 @@ async def check(server: Running, numbers: Iterable[int], outputs: list[Any]) -> 
         assert output.token_ids == alone.token_ids
 
 
-async def test_few_requests_wait_for_a_hung_rank() -> None:
+async def test_few_requests_wait_for_a_hung_rank(servers: Pair) -> None:
     """Several at once, then more; it is used again when it goes on, and frees what nobody fetched."""
-    async with pair(PATIENT, QUICK) as (prefill, decode):
-        handles = {number: await held(prefill, prompt(number)) for number in range(8)}
-        with stopped(prefill):
-            first = {number: handles[number] for number in range(4)}
-            outputs = await all_continued(decode, first)
-            await counted(decode, "handoffs/failed", 4)
-            later = {number: handles[number] for number in range(4, 8)}
-            outputs += await all_continued(decode, later)
-            await counted(decode, "handoffs/skipped", 4)
-        await check(decode, handles, outputs)
-        assert not any(each.finished.usage.cached_tokens for each in outputs)
-        await nothing_held(prefill)
-        again = {number: await held(prefill, prompt(number)) for number in range(20, 22)}
-        fetched = await all_continued(decode, again)
-        await check(decode, again, fetched)
-        assert [each.finished.usage.cached_tokens for each in fetched] == [LENGTH - 1] * 2
+    prefill, decode = servers
+    handles = {number: await held(prefill, prompt(number)) for number in range(8)}
+    failed, skipped = decode.count("handoffs/failed"), decode.count("handoffs/skipped")
+    with stopped(prefill):
+        first = {number: handles[number] for number in range(4)}
+        outputs = await all_continued(decode, first)
+        await counted(decode, "handoffs/failed", failed + 4)
+        later = {number: handles[number] for number in range(4, 8)}
+        outputs += await all_continued(decode, later)
+        await counted(decode, "handoffs/skipped", skipped + 4)
+    await check(decode, handles, outputs)
+    assert not any(each.finished.usage.cached_tokens for each in outputs)
+    await nothing_held(prefill)
+    again = {number: await held(prefill, prompt(number)) for number in range(20, 22)}
+    fetched = await all_continued(decode, again)
+    await check(decode, again, fetched)
+    assert [each.finished.usage.cached_tokens for each in fetched] == [LENGTH - 1] * 2
 
 
-async def test_a_rank_that_hangs_during_its_prefill_is_left() -> None:
+async def test_a_rank_that_hangs_during_its_prefill_is_left(servers: Pair) -> None:
     """Both requests wait for its layers when it stops. A new request does not wait."""
-    async with pair({**SLOW, **PATIENT}, QUICK) as (prefill, decode):
-        async with prefilling(prefill, prompt(1)) as one, prefilling(prefill, prompt(2)) as two:
-            handles = {1: one, 2: two}
-            calls = asyncio.create_task(all_continued(decode, handles))
-            await counted(decode, "handoff_fetches/shared_memory", 2)
-            with stopped(prefill):
-                outputs = await calls
-                outputs += await all_continued(decode, {1: one})
-            await check(decode, [1, 2, 1], outputs)
-        await nothing_held(prefill)
+    prefill, decode = servers
+    fetches = decode.count("handoff_fetches/shared_memory")
+    async with prefilling(prefill, prompt(30)) as one, prefilling(prefill, prompt(31)) as two:
+        calls = asyncio.create_task(all_continued(decode, {30: one, 31: two}))
+        await counted(decode, "handoff_fetches/shared_memory", fetches + 2)
+        with stopped(prefill):
+            outputs = await calls
+            outputs += await all_continued(decode, {30: one})
+        await check(decode, [30, 31, 30], outputs)
+    await nothing_held(prefill)
 
 
-async def test_a_slow_prefill_is_awaited() -> None:
+async def test_a_slow_prefill_is_awaited(servers: Pair) -> None:
     """For longer than the decode server waits for a rank that sends nothing."""
-    async with pair(SLOW, {**QUICK, "handoff__silence_seconds": 1.5}) as (prefill, decode):
-        ids = prompt(1) * 12
-        alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **FIELDS)
-        async with prefilling(prefill, ids) as handle:
-            output = await continued(decode, ids, handle, bypass_prefix_cache=True, **FIELDS)
-        assert output.token_ids == alone.token_ids
-        assert output.finished.usage.cached_tokens == len(ids) - 1
+    prefill, decode = servers
+    ids = prompt(40) * 12
+    alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **FIELDS)
+    async with prefilling(prefill, ids) as handle:
+        output = await continued(decode, ids, handle, bypass_prefix_cache=True, **FIELDS)
+    assert output.token_ids == alone.token_ids
+    assert output.finished.usage.cached_tokens == len(ids) - 1
+    await nothing_held(prefill)
 
 
 async def test_a_rank_whose_partner_hangs_ends_hand_offs() -> None:
     """It runs no step, and says so: the decode server itself would wait for minutes."""
-    options = {**SLOW, "parallel__ranks": 2, "handoff__stall_seconds": 1.0, **PATIENT}
+    options = {**SLOW, "parallel__ranks": 2, **PATIENT}
     async with pair(options, {"handoff__silence_seconds": 3 * WAIT}) as (prefill, decode):
         async with prefilling(prefill, prompt(1), dp_rank=0) as handle:
             with stopped(prefill, 1):
@@ -121,17 +132,18 @@ async def test_a_rank_whose_partner_hangs_ends_hand_offs() -> None:
         await nothing_held(prefill)
 
 
-async def test_a_hung_decode_rank_stops_no_prefill() -> None:
+async def test_a_hung_decode_rank_stops_no_prefill(servers: Pair) -> None:
     """It stops while it fetches. Its request is served once it goes on, and all blocks are freed."""
-    async with pair({**SLOW, "handoff__stall_seconds": 1.0}, {**QUICK, **PATIENT}) as (prefill, decode):
-        async with prefilling(prefill, prompt(1)) as handle:
-            call = asyncio.create_task(all_continued(decode, {1: handle}))
-            await counted(decode, "handoff_fetches/shared_memory", 1)
-            with stopped(decode):
-                other = await held(prefill, prompt(2))
-            outputs = await call + await all_continued(decode, {2: other})
-        await check(decode, {1: handle, 2: other}, outputs)
-        await nothing_held(prefill)
+    prefill, decode = servers
+    fetches = decode.count("handoff_fetches/shared_memory")
+    async with prefilling(prefill, prompt(50)) as handle:
+        call = asyncio.create_task(all_continued(decode, {50: handle}))
+        await counted(decode, "handoff_fetches/shared_memory", fetches + 1)
+        with stopped(decode):
+            other = await held(prefill, prompt(51))
+        outputs = await call + await all_continued(decode, {51: other})
+    await check(decode, [50, 51], outputs)
+    await nothing_held(prefill)
 
 
 async def test_a_rank_replaced_while_it_hangs_is_used() -> None:
