@@ -31,13 +31,15 @@ FIELDS: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "temperature"
 QUICK = {"handoff__silence_seconds": 1.0, "scheduler__block_size": 7}
 PATIENT = {"exchange__timeout_seconds": WAIT}  # with a rank that is stopped
 SLOW = {"scheduler__max_step_tokens": 1, "handoff__stall_seconds": 1.0}  # many steps
+MANY = 10  # times a prompt: its prefill takes longer than the reports that show it
 
 Pair = tuple[Running, Running]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def servers() -> AsyncIterator[Pair]:
-    async with pair({**SLOW, **PATIENT}, {**QUICK, **PATIENT}) as both:
+    options = {**PATIENT, "scheduler__kv_blocks": 1024}
+    async with pair({**SLOW, **options}, {**QUICK, **options}) as both:
         yield both
 
 
@@ -58,19 +60,20 @@ def stopped(server: Running, rank: int = 0) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-async def all_continued(server: Running, handles: dict[int, Any]) -> list[Any]:
-    """Outputs of requests at once. handles: by number of the prompt."""
+async def all_continued(server: Running, handles: dict[int, Any], times: int = 1) -> list[Any]:
+    """Outputs of requests at once. handles: by number of the prompt, which is repeated so many times."""
     calls = [
-        continued(server, prompt(number), handle, bypass_prefix_cache=True, **FIELDS)
+        continued(server, prompt(number) * times, handle, bypass_prefix_cache=True, **FIELDS)
         for number, handle in handles.items()
     ]
     return list(await asyncio.gather(*calls))
 
 
-async def check(server: Running, numbers: Iterable[int], outputs: list[Any]) -> None:
-    """They are those of the server alone. numbers: of the prompts."""
+async def check(server: Running, numbers: Iterable[int], outputs: list[Any], times: int = 1) -> None:
+    """They are those of the server alone. numbers, times: of the prompts."""
     for number, output in zip(numbers, outputs, strict=True):
-        alone = await server.client.complete(prompt(number), timeout=WAIT, bypass_prefix_cache=True, **FIELDS)
+        ids = prompt(number) * times
+        alone = await server.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **FIELDS)
         assert output.token_ids == alone.token_ids
 
 
@@ -98,21 +101,22 @@ async def test_few_requests_wait_for_a_hung_rank(servers: Pair) -> None:
 async def test_a_rank_that_hangs_during_its_prefill_is_left(servers: Pair) -> None:
     """Both requests wait for its layers when it stops. A new request does not wait."""
     prefill, decode = servers
-    fetches = decode.count("handoff_fetches/shared_memory")
-    async with prefilling(prefill, prompt(30)) as one, prefilling(prefill, prompt(31)) as two:
-        calls = asyncio.create_task(all_continued(decode, {30: one, 31: two}))
-        await counted(decode, "handoff_fetches/shared_memory", fetches + 2)
+    sent = prefill.count("handoff_bytes/sent")
+    async with prefilling(prefill, prompt(30) * MANY) as one, prefilling(prefill, prompt(31) * MANY) as two:
+        calls = asyncio.create_task(all_continued(decode, {30: one, 31: two}, MANY))
+        await counted(prefill, "handoff_bytes/sent", sent + 1)
         with stopped(prefill):
             outputs = await calls
-            outputs += await all_continued(decode, {30: one})
-        await check(decode, [30, 31, 30], outputs)
+            outputs += await all_continued(decode, {30: one}, MANY)
+        await check(decode, [30, 31, 30], outputs, MANY)
+    assert all(each.finished.usage.cached_tokens < MANY * LENGTH - 1 for each in outputs)
     await nothing_held(prefill)
 
 
 async def test_a_slow_prefill_is_awaited(servers: Pair) -> None:
     """For longer than the decode server waits for a rank that sends nothing."""
     prefill, decode = servers
-    ids = prompt(40) * 12
+    ids = prompt(40) * MANY
     alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **FIELDS)
     async with prefilling(prefill, ids) as handle:
         output = await continued(decode, ids, handle, bypass_prefix_cache=True, **FIELDS)
@@ -135,14 +139,15 @@ async def test_a_rank_whose_partner_hangs_ends_hand_offs() -> None:
 async def test_a_hung_decode_rank_stops_no_prefill(servers: Pair) -> None:
     """It stops while it fetches. Its request is served once it goes on, and all blocks are freed."""
     prefill, decode = servers
-    fetches = decode.count("handoff_fetches/shared_memory")
-    async with prefilling(prefill, prompt(50)) as handle:
-        call = asyncio.create_task(all_continued(decode, {50: handle}))
-        await counted(decode, "handoff_fetches/shared_memory", fetches + 1)
+    sent = prefill.count("handoff_bytes/sent")
+    async with prefilling(prefill, prompt(50) * MANY) as handle:
+        call = asyncio.create_task(all_continued(decode, {50: handle}, MANY))
+        await counted(prefill, "handoff_bytes/sent", sent + 1)
         with stopped(decode):
-            other = await held(prefill, prompt(51))
-        outputs = await call + await all_continued(decode, {51: other})
-    await check(decode, [50, 51], outputs)
+            other = await held(prefill, prompt(51) * MANY)
+        outputs = await call + await all_continued(decode, {51: other}, MANY)
+    await check(decode, [50, 51], outputs, MANY)
+    assert outputs[0].finished.usage.cached_tokens < outputs[1].finished.usage.cached_tokens
     await nothing_held(prefill)
 
 
