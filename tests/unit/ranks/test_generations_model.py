@@ -19,7 +19,6 @@ FAST = {
     "losses_of_the_only_rank": Bounds(ranks=1, faults=3, moves=0, tokens=2),
     "loss_of_all": Bounds(faults=2, moves=0),
     "loss_of_all_during_a_move": Bounds(faults=2, moves=1, suspects=False),
-    "loss_of_all_during_a_join": Bounds(faults=2, moves=0, joins=1, suspects=False),
 }
 LARGE = {
     "two_losses_of_three": Bounds(ranks=3, faults=2, moves=0, suspects=False),
