@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def yield_cores() -> None:
-    """Of the calling thread, and of those that it starts."""
+    """Lowers the priority of the calling thread and of those that it starts.
+
+    Those of numpy's BLAS, which no step uses, start with its import and keep it.
+    """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 

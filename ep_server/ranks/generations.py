@@ -28,8 +28,8 @@ from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-PREPARE_SECONDS, SWITCH_SECONDS, DROP_SECONDS, AGAIN_SECONDS = 600.0, 60.0, 1.0, 1.0
-LOOK_SECONDS = 0.02  # between two looks whether the ranks have recovered
+PREPARE_SECONDS, SWITCH_SECONDS, DROP_SECONDS, LOOK_SECONDS = 600.0, 60.0, 1.0, 0.02  # looks: for a recovery
+AGAIN_SECONDS, MOST_AGAIN = 1.0, 30  # where ranks do not join: again after 1 s, 2 s, ... 30 s
 
 
 class Generations:
@@ -270,7 +270,7 @@ class Generations:
             except EpServerError as error:
                 what = f"rank {rank} does not join" if absent else "ranks that shall leave do not"
                 log.warning("%s yet: %s", what, error)
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(AGAIN_SECONDS * min(turn, MOST_AGAIN))
         for rank in sorted(set(self.out) - self.live - self.held):
             log.error("rank %d stays out: %s; look at the host", rank, self.out[rank])
         self._replacing.prepare()

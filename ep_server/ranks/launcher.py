@@ -289,7 +289,7 @@ class RankProcesses:
         elif kind == "statistics":
             listener.on_statistics(statistics_of(message.statistics))
         elif kind in ("begun", "freed", "request_failed"):
-            _tell_of_requests(listener, rank, message)
+            _report_requests(listener, rank, message)
         elif kind == "running":
             listener.on_running(rank, message.running)
         elif kind == "kv_events":
@@ -388,7 +388,7 @@ class RankProcesses:
                 self._listener.on_rank_lost(rank, loss_cause(signs, rank))
 
 
-def _tell_of_requests(listener: RankListener, rank: int, message: pb.FromRank) -> None:
+def _report_requests(listener: RankListener, rank: int, message: pb.FromRank) -> None:
     kind = message.WhichOneof("kind")
     if kind == "begun":
         listener.on_begun(rank, message.begun.numbers, message.begun.adding)

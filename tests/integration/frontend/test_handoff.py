@@ -100,7 +100,11 @@ async def test_blocks_move_over_tcp(servers: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe-dense-layer-bias-shards", "deepseek_v3"], ids=["window", "latent"]
+    "name",
+    [
+        pytest.param("qwen3_moe-dense-layer-bias-shards", id="window", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", id="latent"),
+    ],
 )
 async def test_blocks_of_other_caches_move(name: str) -> None:
     """With a window of 24 tokens in some layers, and of latent attention. The oracle: transformers."""

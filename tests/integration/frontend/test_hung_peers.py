@@ -151,6 +151,7 @@ async def test_a_hung_decode_rank_stops_no_prefill(servers: Pair) -> None:
     await nothing_held(prefill)
 
 
+@pytest.mark.slow
 async def test_a_rank_replaced_while_it_hangs_is_used() -> None:
     """The new process has its port."""
     with socket.socket() as probe:
