@@ -85,8 +85,8 @@ class Weights:
                 await self._orders.give(DropChange(change), DROP_SECONDS, "dropping the new weights")
             raise
         self.version, self.path, self.switching = version, path, True
-        self._adopt(path, version)
         try:
+            self._adopt(path, version)
             switched = await self._orders.give(SwitchChange(change), SWITCH_SECONDS, f"switching to {path}")
         finally:
             self.switching = False

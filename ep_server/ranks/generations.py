@@ -28,7 +28,8 @@ from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-PREPARE_SECONDS, SWITCH_SECONDS, DROP_SECONDS, LOOK_SECONDS = 600.0, 60.0, 1.0, 0.02  # looks: for a recovery
+PREPARE_SECONDS, SWITCH_SECONDS, DROP_SECONDS = 600.0, 60.0, 1.0
+LOOK_SECONDS = 0.02  # between two looks whether the ranks have recovered
 AGAIN_SECONDS, MOST_AGAIN = 1.0, 30  # where ranks do not join: again after 1 s, 2 s, ... 30 s
 
 
@@ -263,10 +264,7 @@ class Generations:
             rank = sorted(absent)[turn % len(absent)] if absent else -1
             turn += 1
             try:
-                if absent:
-                    await self.join([rank])
-                else:
-                    await self.change(self.live & self.wanted)
+                await (self.join([rank]) if absent else self.change(self.live & self.wanted))
             except EpServerError as error:
                 what = f"rank {rank} does not join" if absent else "ranks that shall leave do not"
                 log.warning("%s yet: %s", what, error)

@@ -152,7 +152,13 @@ class Peers:
             if len(silent) > MAX_SILENT:
                 self._forget(min(silent, key=lambda each: self._peers[each].asked))
         log.warning("%s does not answer: computing prompts here until it does", place.address)
-        threading.Thread(target=self._watch, args=(place, peer), daemon=True, name="kv-ask").start()
+        try:
+            threading.Thread(target=self._watch, args=(place, peer), daemon=True, name="kv-ask").start()
+        except RuntimeError as error:  # then nobody would ask it: the next request tries it
+            log.warning("%s cannot be asked: %s", place.address, error)
+            with self._lock:
+                if peer.silent:
+                    self._forget(place)
 
     def _forget(self, place: _Place) -> None:
         """It is tried again. Under the lock."""

@@ -6,8 +6,8 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ep_server.ranks.handoff import exporter as exporting
 from ep_server.ranks.handoff.desk import LOOK_SECONDS, HandoffDesk
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
+from ep_server.ranks.handoff.peers import Peers
 from ep_server.ranks.handoff.wire import WAITING, HandoffError, Hello, Line, connect, receive_answer, refusal
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import Handoffs, KvExport, KvFetch
@@ -102,20 +103,35 @@ def test_a_connection_without_a_descriptor_fails_as_others() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_rank_that_takes_no_connection_is_silent() -> None:
-    """As where the network swallows packets: its backlog is full."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+@contextmanager
+def unreachable() -> Iterator[str]:
+    """An address that takes no connection, as where the network swallows packets: its backlog is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as filling:
         address = listener.getsockname()
-        filling = [socket.socket() for _ in range(4)]
-        for each in filling:
+        for each in [filling.enter_context(socket.socket()) for _ in range(4)]:
             each.setblocking(False)
             each.connect_ex(address)
+        yield f"127.0.0.1:{address[1]}"
+
+
+def test_a_rank_that_takes_no_connection_is_silent() -> None:
+    with unreachable() as address:
         importer = KvImporter(rows_of(Cache(2, 5, fill=0)), WAIT, 0.3)
-        assert fetched(importer, fetch_of(f"127.0.0.1:{address[1]}")) == 0
-        assert fetched(importer, fetch_of(f"127.0.0.1:{address[1]}", OTHER, -2)) == 0
+        assert fetched(importer, fetch_of(address)) == 0
+        assert fetched(importer, fetch_of(address, OTHER, -2)) == 0
         assert (count(importer, "failed"), count(importer, "skipped")) == (1, 1)
-        for each in filling:
-            each.close()
+
+
+def test_a_silent_rank_that_no_thread_can_ask_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with unreachable() as address:
+        peers, source = Peers(0.3, ROW), fetch_of(address).source
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(HandoffError), peers.line(source):
+            pass
+        assert not peers.skips(source)
 
 
 def test_a_rank_that_answers_others_is_not_silent() -> None:
@@ -236,7 +252,7 @@ def test_a_parked_rank_has_read_all_requests(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_rank_that_stands_still_refuses_at_once() -> None:
-    """Who comes after others have waited does not wait again; who comes when it goes on is served."""
+    """Once one fetch has waited in vain, later ones do not wait. When the rank goes on, they are served."""
     cache = Cache(4, 5)
     exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=0.3)
     running = KvExport(1, KEY, 5, (1, 2), held=False, planned=10)
