@@ -67,8 +67,11 @@ class WeightsInPlace:
         return dataclasses.replace(params, path=path, version=version)
 
     def served(self) -> list[SlotMove]:
-        """Slots of the experts that this rank reads for all ranks."""
-        return self.params.slots(self.model.spec) if self.experts is None else self.experts.served_slots()
+        """Slots of the experts that this rank reads for all ranks, in layers with experts."""
+        spec = self.model.spec
+        if self.experts is None:
+            return self.params.slots(spec)
+        return [one for one in self.experts.served_slots() if spec.sparse_layers[one.layer]]
 
 
 class _NewWeights:

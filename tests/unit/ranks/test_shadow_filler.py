@@ -26,7 +26,8 @@ from ep_server.ranks.shadow_filler import AT_ONCE, ShadowFiller
 from ep_server.records import EMPTY
 from ep_server.scheduler.placement import first_placement
 from ep_server.scheduler.regroup import next_placement
-from tests.support.models.checkpoints import EXPERTS, Tiny
+from tests.support.models.checkpoints import CASES, EXPERTS, Tiny
+from tests.support.models.fixtures import checkpoint
 from tests.support.models.shadow_loads import shadow_of
 
 
@@ -55,12 +56,12 @@ class Rank:
             self.model, self.experts.params, scheduler, scheduler, self.experts, self.shadow, self.filler
         )
 
-    def held(self) -> set[tuple[int, int]]:
+    def held(self, version: int = 0) -> set[tuple[int, int]]:
         """(layer, expert) of the entries that are there; all have the right bytes."""
         found = set()
         for layer in range(self.whole.spec.num_layers):
             for expert in range(EXPERTS):
-                if self.shadow.holds(0, layer, expert):
+                if self.shadow.holds(version, layer, expert):
                     found.add((layer, expert))
                     number = self.shadow.layout.number(layer, expert)
                     assert torch.equal(self.shadow._entry(number), entry(self.whole, layer, expert))
@@ -187,6 +188,15 @@ def test_a_refused_update_leaves_the_filler_running(tiny: Tiny, tmp_path: Path) 
         place.change(str(tiny.path), 1).prepare()
         ended()
         assert rank.held() == set(), "all entries are of the new weights"
+
+
+def test_new_weights_of_a_model_with_dense_layers() -> None:
+    """A placement has experts in every layer, a checkpoint only in those that route."""
+    dense = checkpoint(next(case for case in CASES if case.name == "deepseek_v3"))
+    with ranked(dense) as rank:
+        assert not all(rank.model.spec.sparse_layers)
+        rank.in_place().change(str(dense.path), 1).prepare()
+        assert rank.held(1) == rank.served()
 
 
 def test_nothing_is_copied_over_newer_weights(tiny: Tiny) -> None:
