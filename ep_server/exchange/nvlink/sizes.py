@@ -11,6 +11,7 @@ from ep_server.exchange.spec import FP8, DeviceMemory, ExchangeSpec, Reduction, 
 
 BF16_BYTES = 2
 ACCESS = 16  # bytes that a GPU moves at once
+PAGE = 2 << 20  # a region is mapped in whole pages
 
 
 def has_normal(spec: ExchangeSpec) -> bool:
@@ -47,11 +48,15 @@ def device_memory(spec: ExchangeSpec, *, many: bool) -> DeviceMemory:
     geometry = geometry_of(spec)
     slots = _C.device_region(geometry)
     if not (many and has_normal(spec)):
-        return DeviceMemory(slots)
-    heap = _C.device_region(geometry, heap_bytes(spec)) - slots
+        return DeviceMemory(_whole(slots))
+    heap = _whole(_C.device_region(geometry, heap_bytes(spec))) - slots
     rows, choices = spec.num_ranks * spec.max_tokens, min(spec.top_k, most_experts(spec))
     sums, sent = rows * spec.hidden * BF16_BYTES, spec.max_tokens * _row_bytes(spec)
     return DeviceMemory(slots, heap, sums + sent + rows * (8 * choices + 4 * spec.top_k))
+
+
+def _whole(region: int) -> int:
+    return -(-region // PAGE) * PAGE
 
 
 def _row_bytes(spec: ExchangeSpec) -> int:
