@@ -104,7 +104,9 @@ def environment_of(options: argparse.Namespace, role: str) -> dict[str, str]:
     path = f"{ROOT}:{os.environ['PYTHONPATH']}" if os.environ.get("PYTHONPATH") else str(ROOT)
     first = 0 if role == "prefill" else options.ranks[0]
     gpus = range(first, first + options.ranks[ROLES.index(role)]) if role in ROLES else ()
-    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(gpu) for gpu in range(sum(options.ranks))]
+    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
 
 
 async def until_served(options: argparse.Namespace, shard: Shard, role: str, server: Any) -> None:
