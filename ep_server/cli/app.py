@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import sys
@@ -171,9 +172,14 @@ def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -
 
     async def lead() -> int:
         async with assemble(settled, place=place) as app:
-            return await app.server.run(progress, lambda: on_serving(app.metrics_url), last=True)
+            return await app.server.run(progress, lambda: serving(app.metrics_url), last=True)
 
-    return uvloop.run(_follow(settled, place, progress, on_serving) if place.node else lead())
+    def serving(url: str) -> None:
+        gc.collect()
+        gc.freeze()  # what lives as long as the process: a scan of it takes tens of ms
+        on_serving(url)
+
+    return uvloop.run(_follow(settled, place, progress, serving) if place.node else lead())
 
 
 async def _follow(
