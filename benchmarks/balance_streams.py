@@ -6,8 +6,9 @@
 
 Real ranks serve a model with random weights and Zipf routing (model.routing = zipf). Streams run all the
 time. A line is printed for every 100 steps: maximum / mean rows of ranks, tokens per second, and the time
-between two tokens of a stream (p99). At the end: that time while experts move, and while none does. A stream
-that ends with an error, or with fewer tokens than asked for, is a failure. On GPUs ranks fill a host shadow
+between two tokens of a stream (p99). At the end: that time while experts move and while none does, and the
+same of the steps of rank 0, by its own clock: the readers share a process with the server. A stream that ends
+with an error, or with fewer tokens than asked for, is a failure. On GPUs ranks fill a host shadow
 (--shadow on) while the first lines are printed; --wait lets them do so before.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import sys
@@ -24,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.session_turns import Steps, Windows, quantile
 from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.engine.engine import Engine
@@ -32,6 +35,8 @@ from ep_server.frontend.server import Server
 from ep_server.ranks.launcher import RankProcesses
 
 STEPS = 100
+QUANTILES = (("p50", 0.5), ("p99", 0.99), ("longest", 1.0))
+LOOK_SECONDS = 0.005  # between two looks whether experts move
 ASSETS = Path(__file__).parents[1] / "ep_server" / "assets" / "demo_model"
 
 
@@ -120,6 +125,31 @@ async def stream(
             print(f"stream {number}: {error}", flush=True)
 
 
+async def follow_moves(engine: Engine, over: asyncio.Event) -> tuple[Windows, Windows]:
+    """When experts moved, and when none did, from begin to end; s of the monotonic clock."""
+    found: dict[bool, Windows] = {True: [], False: []}
+    began, moving = time.monotonic(), engine.balancer.moving
+    while not over.is_set():
+        await asyncio.sleep(LOOK_SECONDS)
+        if engine.balancer.moving != moving or over.is_set():
+            found[moving].append((began, time.monotonic()))
+            began, moving = time.monotonic(), not moving
+    return found[True], found[False]
+
+
+def print_steps(steps: Steps, moving: Windows, still: Windows) -> None:
+    """Steps that begin or end while experts move count there."""
+    during = {step.step for _, step in steps.during(moving)}
+    for what, prompts in (("all", True), ("without prompt tokens", False)):
+        both: dict[bool, list[float]] = {True: [], False: []}
+        for seconds, step in steps.during(moving + still):
+            if prompts or step.tokens == step.sequences:
+                both[step.step in during].append(seconds * 1e3)
+        for number, values in both.items():
+            shown = ", ".join(f"{name} {quantile(values, q):.1f}" for name, q in QUANTILES)
+            print(f"steps, {what}, {'experts move' if number else 'else'}: {len(values)}, {shown} ms")
+
+
 def steps_of(engine: Engine) -> int:
     return min((one.load.steps for one in engine.rank_statistics.values()), default=0)
 
@@ -163,6 +193,8 @@ async def run(args: argparse.Namespace) -> int:
         server = Server(config, ServedModel.load(config.model), RankProcesses(config, outlive=True))
         await server.start(lambda *_: None)
         await asyncio.sleep(args.wait)
+        gc.collect()
+        gc.freeze()  # as the command line does once it serves
         counts = {"ended": 0, "short": 0, "failed": 0}
         async with AsyncClient(server.address) as client:
             over, gaps = asyncio.Event(), Gaps(server.engine)
@@ -170,13 +202,18 @@ async def run(args: argparse.Namespace) -> int:
                 asyncio.create_task(stream(client, n, args.new_tokens, counts, over, gaps))
                 for n in range(args.streams)
             ]
+            steps = Steps(server.engine)
+            moves = asyncio.create_task(follow_moves(server.engine, over))
+            traces = asyncio.create_task(steps.follow())
             await watch(server.engine, args, gaps)
             over.set()
-            await asyncio.gather(*streams)
+            steps.stopped = True
+            await asyncio.gather(*streams, traces)
         await server.drain()
         await server.stop()
     print(f"\nstreams: {counts}")
     print(f"time between tokens, p99: experts move {gaps.p99(moving=True)}, else {gaps.p99(moving=False)}")
+    print_steps(steps, *await moves)
     return int(bool(counts["short"] or counts["failed"] or not counts["ended"]))
 
 
