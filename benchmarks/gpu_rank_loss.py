@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.load_checkpoint import Pattern, write
-from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults
+from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, shape_of
 from ep_server.cli.chaos.streams import Answer
 from ep_server.client import AsyncClient, Target
 from ep_server.models.families import read_spec
@@ -159,7 +159,7 @@ async def lose_one(client: AsyncClient, asked: argparse.Namespace, draw: random.
             found.got(tokens, time.monotonic())
         return found
 
-    faults = await Faults.on(client, plan, draw)
+    faults = await Faults.on(client, plan, await shape_of(client), draw)
     running = [asyncio.ensure_future(answer()) for _ in range(asked.streams)]
     await asyncio.sleep(3)
     await asyncio.wait_for(faults.run(), CHAOS_SECONDS)
