@@ -27,13 +27,15 @@ void bind_prefill(py::module_& m) {
       .def(
           "run",
           [](const Prefill& self, uintptr_t stream, uintptr_t q, uintptr_t out, uintptr_t query_start,
-             uintptr_t lengths, uintptr_t blocks, uint32_t blocks_pitch, uint32_t tokens,
-             uint32_t sequences) {
+             uintptr_t lengths, uintptr_t blocks, uint32_t blocks_pitch, uint32_t tokens, uint32_t sequences,
+             uintptr_t k_scale, uintptr_t v_scale) {
             self.run(pointer<CUstream_st>(stream),
                      {pointer<void>(q), pointer<void>(out), pointer<int32_t>(query_start),
-                      pointer<int32_t>(lengths), pointer<int32_t>(blocks), blocks_pitch, tokens, sequences});
+                      pointer<int32_t>(lengths), pointer<int32_t>(blocks), blocks_pitch, tokens, sequences,
+                      pointer<float>(k_scale), pointer<float>(v_scale)});
           },
           py::kw_only(), py::arg("stream"), py::arg("q"), py::arg("out"), py::arg("query_start"),
           py::arg("lengths"), py::arg("blocks"), py::arg("blocks_pitch"), py::arg("tokens"),
-          py::arg("sequences"), py::call_guard<py::gil_scoped_release>());
+          py::arg("sequences"), py::arg("k_scale"), py::arg("v_scale"),
+          py::call_guard<py::gil_scoped_release>());
 }

@@ -124,11 +124,12 @@ class Multiplier {
     for (uint32_t n = 0; agenda.next(item_); ++n) {
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) position_[h] = int32_t(item_.position + row(h) / p_.group);
+      scale_ = p_.work.k_scale == nullptr ? p_.scale : p_.scale * p_.work.k_scale[item_.head];
       soft_.begin();
       await_phase(&s_.q_full, n & 1);
       begin_scores();
       await_scores<0>(item_.tiles - 1);
-      soft_.step(p_.scale);
+      soft_.step(scale_);
       soft_.round_weights();
       for (uint32_t tile = item_.tiles - 1; tile-- > item_.first;) {
         turn.await();
@@ -136,7 +137,7 @@ class Multiplier {
         begin_sums(tile + 1);
         turn.pass();
         await_scores<1>(tile);
-        soft_.step(p_.scale);
+        soft_.step(scale_);
         await_sums();
         soft_.fade_sums();
         soft_.round_weights();
@@ -240,7 +241,7 @@ class Multiplier {
     for (uint32_t part = 0; part < item_.parts; ++part) {
       const float4* from = part_at(item_.unit - item_.part + part);
       const float4 rows = __ldcg(from + kSums / 4 * 128);
-      const float2 faded = soft_.join(p_.scale, {rows.x, rows.y}, {rows.z, rows.w});
+      const float2 faded = soft_.join(scale_, {rows.x, rows.y}, {rows.z, rows.w});
 #pragma unroll
       for (uint32_t i = 0; i < kSums / 4; ++i) {
         const float4 more = __ldcg(from + i * 128);
@@ -255,12 +256,13 @@ class Multiplier {
 
   __device__ void write() {
     const uint32_t heads = p_.kv_heads * p_.group;
+    const float scale = p_.work.v_scale == nullptr ? 1.0f : p_.work.v_scale[item_.head];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       float total = soft_.total[h];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      const float inverse = total == 0 ? 0.0f : 1.0f / total;
+      const float inverse = total == 0 ? 0.0f : scale / total;
       const uint32_t token = row(h) / p_.group, member = row(h) % p_.group;
       if (token >= min(item_.tokens, p_.tile_tokens)) continue;
       const uint64_t at = (uint64_t(item_.row + token) * heads + item_.head * p_.group + member) * kDim;
@@ -278,6 +280,7 @@ class Multiplier {
   Place k_, v_;
   Item item_;
   int32_t position_[2];
+  float scale_;  // of the scores, as Params::scale, with that of the item's keys
   Softmax soft_;
 };
 

@@ -36,6 +36,9 @@ struct Work {
   const int32_t *query_start, *lengths, *blocks;  // [sequences + 1], [sequences], tables
   uint32_t blocks_pitch;                          // entries from table to table
   uint32_t tokens, sequences;
+  // [kv_heads], or null for 1: what the cache's keys and values are multiplied by. Applied to scores and
+  // sums.
+  const float *k_scale, *v_scale;
 };
 
 // Arguments of the kernel.

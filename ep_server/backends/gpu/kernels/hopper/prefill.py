@@ -54,13 +54,19 @@ class HopperPrefill:
         )
 
     def run(
-        self, q: torch.Tensor, query_start: torch.Tensor, sequences: Sequences, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        query_start: torch.Tensor,
+        sequences: Sequences,
+        out: torch.Tensor,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Attends with the tokens of S chunks. Runs on the current stream; can be captured.
 
         Args:
             q, out: [T, heads, 128] bfloat16, contiguous. Rows without a chunk are neither read nor written.
             query_start, sequences: as for prefill() of kernels/triton, all int32.
+            scales: of the cache's keys and of its values, [kv_heads] float32 each; None = 1.
         Raises: InternalError for another shape, dtype or layout.
         """
         count, blocks = len(sequences.lengths), sequences.blocks
@@ -72,6 +78,9 @@ class HopperPrefill:
         expect("query_start", query_start, torch.int32, (count + 1,))
         expect("lengths", sequences.lengths, torch.int32, (count,))
         expect("blocks", blocks, torch.int32, (count, None), pitch=True)
+        for name, each in zip(("k_scale", "v_scale"), scales or (), strict=False):
+            expect(name, each, torch.float32, (self._spec.kv_heads,))
+        k_scale, v_scale = (0, 0) if scales is None else (each.data_ptr() for each in scales)
         self._native.run(
             stream=torch.cuda.current_stream(q.device).cuda_stream,
             q=q.data_ptr(),
@@ -82,6 +91,8 @@ class HopperPrefill:
             blocks_pitch=blocks.stride(0) if count > 1 else blocks.shape[1],  # a single row has any stride
             tokens=len(q),
             sequences=count,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
 
