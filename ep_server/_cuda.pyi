@@ -378,6 +378,8 @@ class Prefill:
         blocks_pitch: int,
         tokens: int,
         sequences: int,
+        k_scale: int,
+        v_scale: int,
     ) -> None: ...
 
 class Linear:

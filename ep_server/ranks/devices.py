@@ -134,6 +134,7 @@ class CudaDevice:
 
         scheduler, beside = self._config.scheduler, gpu_exchange(self._config, exchange.spec)
         longest = context_limit(model.spec, self._config.model.max_context)
+        chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         plan = GpuPlan(
             kv_blocks=scheduler.kv_blocks,
             block_size=scheduler.block_size,
@@ -146,8 +147,8 @@ class CudaDevice:
             timed_every=self._config.metrics.device_phases,
             layer_progress=self._config.handoff.sends,
             step_bytes=0 if exchange.normal is None or beside is None else beside.step,
+            widens=chosen.widens,
         )
-        chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         blocks = kv_blocks_on(self.device, model, plan)
         of_steps = rows_of(exchange)
         sizes = (

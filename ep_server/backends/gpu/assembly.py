@@ -9,15 +9,18 @@ import torch
 from ep_server.backends.assembly import TORCH, RankModel
 from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
+from ep_server.backends.gpu.capability import sm_count
 from ep_server.backends.gpu.graphs import GraphKey, captured_keys
 from ep_server.backends.gpu.layer_progress import DeviceProgress
 from ep_server.backends.gpu.memory import Room
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
+from ep_server.backends.gpu.widening import Widening
 from ep_server.backends.masks import Masks
 from ep_server.exchange.api import Exchange
 from ep_server.models.decoder import DecoderParams
+from ep_server.models.families.spec import GqaSpec
 from ep_server.models.kv_cache import KvCache
 
 
@@ -29,6 +32,7 @@ class GpuPlan:
     timed_every: of so many steps the phases of one are timed on the device; 0 = none.
     layer_progress: the cache tells which layers a prompt's step has written.
     step_bytes: that a step needs for its exchange, beside what that holds.
+    widens: see Chosen.
     """
 
     kv_blocks: int
@@ -41,15 +45,27 @@ class GpuPlan:
     timed_every: int = 0
     layer_progress: bool = False
     step_bytes: int = 0
+    widens: bool = False
 
 
 def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
     """KV blocks of this rank. Raises: StartupError with the numbers if they do not fit."""
     if device.type != "cuda":
         return plan.kv_blocks or plan.useful_blocks
-    block = model.kv_block_bytes(plan.block_size)
+    block, widening = model.kv_block_bytes(plan.block_size), widening_of(model, plan)
     asked, weights = (plan.kv_blocks, plan.useful_blocks), model.weights.nbytes
-    return Room.on(device).kv_blocks(block, *asked, weights, plan.step_bytes)
+    copies = 0 if widening is None else widening.nbytes
+    return Room.on(device).kv_blocks(block, *asked, weights, plan.step_bytes, copies)
+
+
+def widening_of(model: RankModel, plan: GpuPlan) -> Widening | None:
+    """Room for the longest context and a whole step of other prompts; None if no step widens."""
+    spec = model.spec.attention
+    if not plan.widens or not isinstance(spec, GqaSpec):
+        return None
+    wanted = sum(-(-tokens // plan.block_size) for tokens in (model.max_context, plan.max_step_tokens))
+    most = plan.kv_blocks or plan.useful_blocks
+    return Widening.of(spec, plan.block_size, min(wanted, most), sm_count(model.compute.device))
 
 
 def decode_kernels(asked: str, model: RankModel, block_size: int) -> Chosen:
@@ -92,6 +108,8 @@ def gpu_runner(
     keys: list[GraphKey] = []
     if plan.graphs:
         timed = plan.timed_every > 0
-        keys = captured_keys(sequences, plan.max_step_tokens, plan.overlap, timed=timed)
-    options = GpuOptions(shape, rows, tuple(keys), plan.timed_every, kernels)
+        most = plan.max_step_tokens
+        keys = captured_keys(sequences, most, plan.overlap, timed=timed, widens=plan.widens)
+    widening = widening_of(model, plan)
+    options = GpuOptions(shape, rows, tuple(keys), plan.timed_every, kernels, widening)
     return GpuRunner(params, options, masks)

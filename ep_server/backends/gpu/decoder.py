@@ -13,6 +13,7 @@ import torch
 
 from ep_server.backends.gpu.attention.attention import AttentionStep, GqaKernels, gqa, mla
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, TritonDecode, triton_decode
+from ep_server.backends.gpu.attention.widened import WidenedPrefill
 from ep_server.backends.gpu.capability import sm_count
 from ep_server.backends.gpu.kernels.hopper.attention import (
     HopperAttentionStep,
@@ -50,6 +51,7 @@ from ep_server.backends.gpu.moe.moe import (
 from ep_server.backends.gpu.moe.rows import DeferredCombine, Rows
 from ep_server.backends.gpu.side_stream import SideStream
 from ep_server.backends.gpu.step_input import StepTensors
+from ep_server.backends.gpu.widening import Widening
 from ep_server.backends.torch_compute import TorchLinear
 from ep_server.models.attention import rotation_table
 from ep_server.models.decoder import DecoderParams, Forward
@@ -84,9 +86,15 @@ class GpuDecoder:
     Args:
         params: weights prepared by TorchCompute on the device.
         kernels: of attention with one token per sequence; Triton's if None.
+        widening: of steps whose chunks attend to a copy of an FP8 cache; None = there are none.
     """
 
-    def __init__(self, params: DecoderParams, kernels: DecodeKernels | None = None) -> None:
+    def __init__(
+        self,
+        params: DecoderParams,
+        kernels: DecodeKernels | None = None,
+        widening: Widening | None = None,
+    ) -> None:
         self._spec, self._weights = params.spec, params.weights
         device = params.compute.device
         self._kv, self._progress = paged_layers(params), params.kv_cache.progress
@@ -99,6 +107,10 @@ class GpuDecoder:
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
         self._scratch = prefill_scratch(device) if isinstance(attention, GqaSpec) else None
+        self._widened: WidenedPrefill | None = None
+        if widening is not None:
+            assert isinstance(attention, GqaSpec)
+            self._widened = WidenedPrefill(attention, widening, device, self._scratch)
         self._by = [self._layer_kernels(index) for index in range(params.spec.num_layers)]
 
     def forward(self, step: StepTensors, on: Pass, scorer: PromptScorer | None = None) -> Forward:
@@ -185,9 +197,8 @@ class GpuDecoder:
         assert isinstance(w, GqaWeights)
         norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
         hopper = hopper_attention(kv, spec, self._table, norm) if ours else None
-        return GqaKernels.of(
-            w, self._limits, hopper, hopper_prefill(kv, spec, self._scratch) if ours else None
-        )
+        prefill = hopper_prefill(kv, spec, self._scratch) if ours else None
+        return GqaKernels.of(w, self._limits, hopper, prefill, self._widened)
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
         singles = Sequences(step.blocks[: len(step.singles)], step.singles.lengths)

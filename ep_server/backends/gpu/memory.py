@@ -38,15 +38,18 @@ class Room:
             beside = f" and {_gib(exchange)} of exchange" if exchange else ""
             raise StartupError(f"the model does not fit: {_gib(needed)} of weights{beside}, {self._left()}")
 
-    def kv_blocks(self, block: int, asked: int, useful: int, weights: int, step: int = 0) -> int:
+    def kv_blocks(
+        self, block: int, asked: int, useful: int, weights: int, step: int = 0, copies: int = 0
+    ) -> int:
         """The number of KV blocks in the cache. What weights and exchange hold is not free any more.
 
         Args:
             block: bytes of one. asked: configured number; 0 = as many as fit, at most `useful`.
             weights: bytes that are on the GPU already. step: bytes that steps need beside the rest.
+            copies: of them for widened blocks, beside `step`.
         Raises: StartupError with the numbers if these, or a single one, do not fit.
         """
-        room = max(0, self.free - step)
+        room = max(0, self.free - step - copies)
         blocks = asked or min(int(room * KV_SHARE / block), useful)
         if blocks and blocks * block <= room:
             return blocks
@@ -55,6 +58,8 @@ class Room:
             f"must be at most {room // block}, or 0"
         )
         steps = f", of which a step with many rows takes {_gib(step)} (exchange.mode)" if step else ""
+        if copies:
+            steps += f", of which bfloat16 copies of FP8 blocks take {_gib(copies)} (model.attention = auto)"
         raise StartupError(
             f"the model does not fit: with {_gib(weights)} of weights {self._left()}{steps}, "
             + (wanted if asked else f"a KV block takes {block} bytes")

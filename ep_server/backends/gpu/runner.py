@@ -36,6 +36,7 @@ from ep_server.backends.gpu.step_input import (
     sampled_slices,
 )
 from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
+from ep_server.backends.gpu.widening import Widening
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.errors import InternalError
 from ep_server.models.batch import cut
@@ -97,7 +98,7 @@ class GpuOptions:
     """shape: of the largest step. keys: of captured steps, if any.
 
     rows: how they are sent. timed_every: see DeviceClock; only steps of timed keys, if there are keys.
-    kernels: of attention with one token per sequence; Triton's if None.
+    kernels: of attention with one token per sequence; Triton's if None. widening: see GpuDecoder.
     """
 
     shape: InputShape
@@ -105,6 +106,7 @@ class GpuOptions:
     keys: tuple[GraphKey, ...] = ()
     timed_every: int = 0
     kernels: DecodeKernels | None = None
+    widening: Widening | None = None
 
 
 class GpuRunner:
@@ -118,10 +120,12 @@ class GpuRunner:
         self._params, self._rows, shape = params, options.rows, options.shape
         self._masks = NoMasks() if masks is None else masks
         self._compilations = Compilations()
-        self._decoder, self._device = GpuDecoder(params, options.kernels), params.compute.device
+        self._decoder = GpuDecoder(params, options.kernels, options.widening)
+        self._device = params.compute.device
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         self._counted = Snapshot((self._decoder.experts.total, self._decoder.experts.active))
-        self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
+        given = shape, self._device, STAGES, options.widening
+        self._inputs = [StepInput(*given) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
         self._sampler.warm_up()
         # One for all graphs: each graph keeps its result, and separate ones would take gigabytes.
@@ -161,9 +165,9 @@ class GpuRunner:
         """Compiles all kernels that steps of other sizes need, then captures the graphs. Collective.
 
         Kernels differ with the number of rows. So prompts of 1, 2, 4 ... rows in all run into the first KV
-        blocks, which are not in use yet. Each bucket without a graph of one micro-batch runs too, because so
-        many single tokens may accompany prompts. Ranks with fewer KV blocks run shorter prompts,
-        but as often. possible: see Modes. Raises: InternalError if the device does not finish one of them.
+        blocks, which are not in use yet; those of 2 are widened. Each bucket without a graph of a micro-batch
+        runs too, because so many single tokens may accompany prompts. Ranks with fewer KV blocks run shorter
+        prompts, but as often. possible: see Modes. Raises: InternalError if the device does not finish one.
         """
         shape = self._inputs[0].shape
         self.graphs.record_modes(possible)
@@ -171,7 +175,7 @@ class GpuRunner:
             blocks = len(self._params.kv_cache.layers[0].k)
             batch = prompts_of(size, shape, blocks, self._params.max_context)
             for normal in {*possible(size), *possible(size // 2 + 1)}:
-                self._forward([self._inputs[0].fill(batch, {})], GraphKey(0, normal=normal))
+                self._forward([self._inputs[0].fill(batch, {}, widen=size == 2)], GraphKey(0, normal=normal))
                 # It may wait for slower ranks, so its input must still be there.
                 self._await(f"prompts of {batch.num_tokens} rows")
         for given in self._inputs:  # nothing of what was run so far
@@ -196,7 +200,7 @@ class GpuRunner:
         single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
         if not single and any(s.scored is not None for s in batch.slices):
             return 0  # graphs have no logits of rows that are not sampled
-        least = 0 if single else self._inputs[0].shape.sequences + 1  # of a graph with chunks, see GraphKey
+        least = 0 if single else self._inputs[0].shape.sequences + 1  # see GraphKey
         return self.graphs.bucket_of(max(batch.num_tokens, least))
 
     def micro_batches_of(self, bucket: int, agreed: int) -> int:
@@ -221,7 +225,7 @@ class GpuRunner:
             given.fill(part, self._places, size if bucket else 0)
             for given, part, size in zip(self._inputs, parts, sizes, strict=False)
         ]
-        key = self._key(bucket, micro_batches, normal)
+        key = self.graphs.widened(self._key(bucket, micro_batches, normal), steps[0].widened)
         self._params.kv_cache.progress.begin(micro_batches)
         scorers = [None if bucket else PromptScorer.of(ordered(part)) for part in parts]
         logits = self.graphs.replay(key)[: len(pieces)] if bucket else self._forward(steps, key, scorers)
@@ -264,8 +268,7 @@ class GpuRunner:
     def collect(self, launched: Launched) -> list[SampledToken]:
         """Waits for a step; one token per slice that samples, in the order of its batch.
 
-        Raises: ExchangeError if a peer failed, which makes the drawn tokens invalid. InternalError if the
-          device does not finish the step.
+        Raises: ExchangeError if a peer failed: drawn tokens are invalid. InternalError if a step never ends.
         """
         self.complete(launched)
         if launched.arrived is not None:
@@ -346,7 +349,7 @@ class GpuRunner:
     def _padded(self, key: GraphKey) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""
         sizes = sizes_of(key.bucket, key.micro_batches)
-        steps = [given.padded(size) for given, size in zip(self._inputs, sizes, strict=False)]
+        steps = [each.padded(n, widened=key.widened) for each, n in zip(self._inputs, sizes, strict=False)]
         return self._forward(steps, key)
 
     def _forward(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
+from ep_server.backends.gpu.widening import WidenedBlocks, Widening, WideningInput
 from ep_server.errors import InternalError
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
@@ -63,12 +64,13 @@ class Chunks:
 
     query_start: [S + 1] where the rows of each sequence of the step begin; a single token has none.
     slots: [T] as for the whole step, but -1 for single tokens too.
-    padded: whether rows may belong to no sequence.
+    padded: whether rows may belong to no sequence. widened: the copy of an FP8 cache to attend to, if any.
     """
 
     query_start: torch.Tensor
     slots: torch.Tensor
     padded: bool
+    widened: WidenedBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,22 @@ class StepTensors:
         """Rows, padding included."""
         return len(self.ids)
 
+    @property
+    def widened(self) -> bool:
+        """Whether chunks attend to a copy of the cache."""
+        return self.chunks is not None and self.chunks.widened is not None
+
 
 class StepInput:
     """The memory of the steps of one rank. One thread fills it; a fill is ordered by the current stream."""
 
-    def __init__(self, shape: InputShape, device: torch.device, staging: int = 3) -> None:
-        """staging: host buffers used in turn; a buffer is written again only `staging` fills later."""
+    def __init__(
+        self, shape: InputShape, device: torch.device, staging: int = 3, widening: Widening | None = None
+    ) -> None:
+        """staging: host buffers used in turn; a buffer is written again only `staging` fills later.
+
+        widening: when chunks attend to a copy; None = never.
+        """
         self.shape, self.device = shape, device
         self._host = [self.host_buffer(shape.words, torch.int32) for _ in range(staging)]
         self._tables = BlockTables(shape.sequences, shape.blocks, shape.block_size)
@@ -114,29 +126,38 @@ class StepInput:
         padding = torch.from_numpy(np.repeat(_PADDING, pitch, axis=1))
         self._columns = padding.to(device, copy=True)  # a step of padding alone
         self._blocks = torch.zeros(shape.sequences, shape.blocks, dtype=torch.int32, device=device)
+        self._widening: WideningInput | None = None
+        if widening is not None:
+            self._widening = WideningInput(widening, shape.sequences, shape.blocks, device, staging)
         self._fills = 0
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """[size] on the host, which can be copied without waiting."""
         return torch.zeros(size, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-    def padded(self, rows: int) -> StepTensors:
+    def padded(self, rows: int, *, widened: bool = False) -> StepTensors:
         """A view of so many rows on the step filled last, or on later ones.
 
         Up to `shape.sequences` rows are single tokens, and all are sampled. With more rows, some may belong
         to chunks, and `shape.sequences` rows are sampled. Rows beyond those of the step and its padding are
-        left over from earlier steps.
+        left over from earlier steps. widened: chunks attend to a copy.
         """
         sequences = min(rows, self.shape.sequences)
         mixed = rows > sequences
-        return self._view(rows, sequences, sequences, sequences if mixed else None, chunks=mixed, padded=True)
+        sampled = sequences if mixed else None
+        return self._view(
+            rows, sequences, sequences, sampled, chunks=mixed, padded=True, widened=mixed and widened
+        )
 
-    def fill(self, batch: StepBatch, drawn: Mapping[int, int], padded: int = 0) -> StepTensors:
+    def fill(
+        self, batch: StepBatch, drawn: Mapping[int, int], padded: int = 0, *, widen: bool | None = None
+    ) -> StepTensors:
         """Sends a step to the device.
 
         Args:
             drawn: place of each request's token among the tokens drawn by the last step.
             padded: rows, see padded(); 0 = no padding.
+            widen: see WideningInput.fill().
         Raises: InternalError for a step beyond the shape, or a token that was not drawn.
         """
         slices = ordered(batch)
@@ -152,11 +173,15 @@ class StepInput:
         columns = host.numpy()[: _COLUMNS * (tokens + 1)].reshape(_COLUMNS, tokens + 1)
         sampled = _write(columns, slices, spans, _slots(tables, spans, self.shape.block_size), drawn)
         self._send(host, tokens + 1, tables)
+        first = spans.singles
+        widened = self._widening is not None and self._widening.fill(
+            tables[first:], spans.sizes[first:], spans.ends[first:], first, widen
+        )
         if padded:
-            return self.padded(padded)
+            return self.padded(padded, widened=widened)
         rows = None if sampled == tokens else sampled
-        chunks = spans.singles < sequences
-        return self._view(tokens, sequences, spans.singles, rows, chunks=chunks, padded=False)
+        chunks = first < sequences
+        return self._view(tokens, sequences, first, rows, chunks=chunks, padded=False, widened=widened)
 
     def _fits(self, batch: StepBatch, singles: int, rows: int) -> bool:
         """Whether a step may be padded to so many rows, see padded()."""
@@ -174,9 +199,19 @@ class StepInput:
         spread(Packed(host[: room_for(end)], rows, *tables.shape), self._columns, self._blocks)
 
     def _view(
-        self, tokens: int, sequences: int, singles: int, sampled: int | None, *, chunks: bool, padded: bool
+        self,
+        tokens: int,
+        sequences: int,
+        singles: int,
+        sampled: int | None,
+        *,
+        chunks: bool,
+        padded: bool,
+        widened: bool,
     ) -> StepTensors:
         columns = self._columns
+        copy = self._widening.view(sequences) if self._widening is not None and widened else None
+        starts, slots = columns[5, : sequences + 1], columns[11, :tokens]
         return StepTensors(
             ids=columns[0, :tokens],
             sources=columns[1, :tokens],
@@ -186,7 +221,7 @@ class StepInput:
             blocks=self._blocks[:sequences],
             lengths=columns[4, :sequences],
             singles=Singles(columns[9, :singles], columns[10, :singles]),
-            chunks=Chunks(columns[5, : sequences + 1], columns[11, :tokens], padded) if chunks else None,
+            chunks=Chunks(starts, slots, padded, copy) if chunks else None,
             sample_rows=None if sampled is None else columns[6, :sampled],
             live=columns[8, :1],
         )

@@ -23,15 +23,18 @@ from triton.runtime.jit import JITFunction
 
 from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu import capability
+from ep_server.backends.gpu.attention import widened
 from ep_server.backends.gpu.attention.decode_kernels import triton_decode
 from ep_server.backends.gpu.graphs import captured_keys
 from ep_server.backends.gpu.kernels.hopper import attention as hopper_attention
 from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
+from ep_server.backends.gpu.widening import Widening
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.models.decoder import DecoderParams
+from ep_server.models.families.spec import GqaSpec
 from ep_server.models.kv_cache import KvCache
 
 Launch = tuple[object, ...]
@@ -60,7 +63,7 @@ MLA = {
 class Rank:
     """What a rank is like. ranks: of its group. sequences, tokens: of its largest step. blocks: of KV.
 
-    hopper: single tokens have a kernel of their own, as on Hopper.
+    hopper: single tokens have a kernel of their own, as on Hopper. widens: chunks do, over an FP8 cache.
     """
 
     config: dict[str, Any]
@@ -71,11 +74,12 @@ class Rank:
     graphs: bool = True
     blocks: int = BLOCKS
     hopper: bool = False
+    widens: bool = False
 
 
 @contextmanager
 def kernels_for_hopper() -> Iterator[None]:
-    """Attention of single tokens by StillNative where a rank on Hopper has its kernel."""
+    """Attention by StillNative where a rank on Hopper has its kernels."""
     native = SimpleNamespace(
         AttentionWork=StillNative, AttentionLaunchConfig=StillNative, Attention=StillNative
     )
@@ -84,8 +88,9 @@ def kernels_for_hopper() -> Iterator[None]:
         patch.setattr(
             hopper_attention,
             "hopper_attention_fits",
-            lambda kv, spec: not hopper_attention.shape_obstacle(spec, kv.block_size),
+            lambda kv, spec: not kv.fp8 and not hopper_attention.shape_obstacle(spec, kv.block_size),
         )
+        patch.setattr(widened, "HopperPrefill", StillPrefill)
         patch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
         yield
 
@@ -148,6 +153,16 @@ class StillNative:
         assert given["step"].given["count"] > 0
 
 
+class StillPrefill:
+    """In place of a HopperPrefill."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def run(self, *_: Any) -> None:
+        pass
+
+
 class StillExchange:
     """In place of a NvlinkExchange, of which nobody hears: tensors of its shapes, filled by nobody."""
 
@@ -181,11 +196,17 @@ def still_runner(folder: Path, rank: Rank) -> GpuRunner:
     top_k = model.spec.router.top_k
     spec = ExchangeSpec(0, rank.ranks, placement, rank.tokens, model.spec.hidden, top_k, Payload.BF16)
     exchange: Any = StillExchange(spec)
-    cache = KvCache(model.spec, rank.blocks, BLOCK, torch.bfloat16, CPU)
+    held = torch.float8_e4m3fn if rank.widens else torch.bfloat16
+    cache = KvCache(model.spec, rank.blocks, BLOCK, held, CPU)
     decoder = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     rows = LocalRows() if rank.ranks == 1 else FusedRows(exchange)
-    forms = captured_keys(rank.sequences, rank.tokens, rank.overlap) if rank.graphs else []
+    sizes = rank.sequences, rank.tokens, rank.overlap
+    forms = captured_keys(*sizes, widens=rank.widens) if rank.graphs else []
     shape = InputShape(rank.tokens, rank.sequences, model.max_context // BLOCK, BLOCK)
     kernels = triton_decode(model.spec.attention, model.max_context, MULTIPROCESSORS)
-    options = GpuOptions(shape, RowsOfSteps(rows, rows), tuple(forms), kernels=kernels)
+    attention, widening = model.spec.attention, None
+    if rank.widens:
+        assert isinstance(attention, GqaSpec)
+        widening = Widening.of(attention, BLOCK, rank.blocks, MULTIPROCESSORS)
+    options = GpuOptions(shape, RowsOfSteps(rows, rows), tuple(forms), kernels=kernels, widening=widening)
     return GpuRunner(decoder, options)

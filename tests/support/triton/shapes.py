@@ -43,6 +43,7 @@ from ep_server.backends.gpu.kernels.triton.sampling_table import (
     write_slots,
 )
 from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
+from ep_server.backends.gpu.kernels.triton.widen import widen_blocks
 from ep_server.models.families.spec import GroupScore, RouterSpec, Score
 from ep_server.models.kv_cache import KvLayer
 from tests.support.triton.compiling import Recorder
@@ -130,6 +131,12 @@ def prefilling() -> None:
         for cache, heads, k_dim, v_dim in ((gqa_cache, 32, 128, 128), (mla_cache, 128, 576, 512)):
             q, out = meta(2048, heads, k_dim), meta(2048, heads, v_dim)
             prefill(q, meta(65, dtype=I32), cache(dtype), sequences(64), AttentionRule(0.1), out)
+
+
+def widening() -> None:
+    """A copy of 2048 blocks with 4 KV heads."""
+    wide, blocks = gqa_cache(BF16).layer, meta(4096, dtype=I32)
+    widen_blocks(gqa_cache(FP8), blocks, meta(1, dtype=I32), wide, 8 * 132)
 
 
 def routing() -> None:
@@ -260,8 +267,8 @@ def moving_blocks() -> None:
 
 PARTS = (
     moving_blocks,
-    ends_of_steps, local_rows, norms, rotations, partial_sums, decoding, prefilling, routing, grouped,
-    sampling, stamping, counting_layers, small_float32,
+    ends_of_steps, local_rows, norms, rotations, partial_sums, decoding, prefilling, widening, routing,
+    grouped, sampling, stamping, counting_layers, small_float32,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ep_server.backends.gpu.attention.decode_kernels import DecodeLayer
+from ep_server.backends.gpu.attention.widened import WidenedPrefill
 from ep_server.backends.gpu.kernels.hopper.attention import HopperAttention, HopperAttentionStep
 from ep_server.backends.gpu.kernels.hopper.mla import HopperMla, HopperMlaStep
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill
@@ -42,12 +43,16 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class GqaKernels:
-    """A layer's Hopper kernels: projections of few rows, all between them, and attention of chunks."""
+    """A layer's Hopper kernels: projections of few rows, all between them, and attention of chunks.
+
+    widened: attention of chunks over an FP8 cache, in steps that have a copy of its blocks.
+    """
 
     qkv: HopperProduct | None = None
     out: HopperProduct | None = None
     attention: HopperAttention | None = None
     prefill: HopperPrefill | None = None
+    widened: WidenedPrefill | None = None
 
     @staticmethod
     def of(
@@ -55,6 +60,7 @@ class GqaKernels:
         limits: Limits,
         attention: HopperAttention | None,
         prefill: HopperPrefill | None = None,
+        widened: WidenedPrefill | None = None,
     ) -> GqaKernels:
         """Norms over all heads read q and k before they are stored: as tensors."""
         assert isinstance(w.qkv, TorchLinear) and isinstance(w.out, TorchLinear)
@@ -64,6 +70,7 @@ class GqaKernels:
             hopper_product(w.out.weight, limits.out, w.out.bias),
             attention,
             prefill,
+            widened,
         )
 
 
@@ -81,14 +88,14 @@ def gqa(
     if by.attention is None or hopper is None:
         q = torch.empty_like(out)
         store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
-        attend(q, kv, rule, at, out, by.prefill)
+        attend(q, kv, rule, at, out, by)
         return product(out.flatten(1), by.out, w.out)
     singles = hopper.count
     by.attention.run(qkv if isinstance(qkv, Partial) else qkv[:singles], hopper, out[:singles])
     if chunks is not None:
         q = torch.empty_like(out)
         store_gqa(qkv, q, kv, replace(at.rotation, slots=chunks.slots), norm, spec.clip)
-        attend_chunks(q, kv, rule, at, out, by.prefill)
+        attend_chunks(q, kv, rule, at, out, by)
     return product(out.flatten(1), by.out, w.out)
 
 
@@ -151,12 +158,12 @@ def attend(
     rule: AttentionRule,
     at: AttentionStep,
     out: torch.Tensor,
-    by: HopperPrefill | None = None,
+    by: GqaKernels | None = None,
 ) -> None:
     """Softmax attention of q: [T, heads, k_dim] to out: [T, heads, v_dim]: single tokens, then chunks.
 
     In a captured step, the kernel for single tokens also writes rows of chunks. These are then overwritten.
-    by: the layer's Hopper kernel for chunks, if it has one.
+    by: the layer's kernels, of which those for chunks are used.
     """
     singles = len(at.step.singles)
     at.decode(q[:singles], kv, rule, out[:singles])
@@ -169,14 +176,16 @@ def attend_chunks(
     rule: AttentionRule,
     at: AttentionStep,
     out: torch.Tensor,
-    by: HopperPrefill | None = None,
+    by: GqaKernels | None = None,
 ) -> None:
     """As attend(), but for the rows of chunks only. Does not read or write other rows."""
-    step = at.step
-    if step.chunks is None:
+    step, chunks = at.step, at.step.chunks
+    if chunks is None:
         return
     sequences = Sequences(step.blocks, step.lengths)
-    if by is None:
-        prefill(q, step.chunks.query_start, kv, sequences, rule, out)
+    if by is not None and by.prefill is not None:
+        by.prefill.run(q, chunks.query_start, sequences, out)
+    elif by is not None and by.widened is not None and chunks.widened is not None:
+        by.widened.run(q, chunks.query_start, kv, chunks.widened, step.lengths, out)
     else:
-        by.run(q, step.chunks.query_start, sequences, out)
+        prefill(q, chunks.query_start, kv, sequences, rule, out)

@@ -1,14 +1,14 @@
 """Chooses at startup the kernels for attention with one token per sequence on a rank's GPU.
 
-`auto` uses our Hopper kernels if they support the model, also for chunks of prompts, else Triton's. Chunks of
-latent attention always use Triton's, and so do all chunks beside FlashInfer: its kernels for both plan every
-step on the host.
+`auto` uses our Hopper kernels if they support the model, also for chunks of prompts, else Triton's. Over an
+FP8 cache only chunks have one, which reads a copy in bfloat16. Chunks of latent attention always use
+Triton's, and so do all chunks beside FlashInfer: its kernels for both plan every step on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from ep_server.backends.gpu.attention.flashinfer_decode import FlashInferDecode,
 from ep_server.backends.gpu.capability import NATIVE, native_built, sm_count
 from ep_server.backends.gpu.kernels.hopper.attention import shape_obstacle
 from ep_server.backends.gpu.kernels.hopper.mla import mla_obstacle
+from ep_server.backends.gpu.kernels.hopper.prefill import prefill_obstacle
 from ep_server.errors import ConfigError
 from ep_server.models.families.spec import GqaSpec, MlaSpec
 from ep_server.models.sizes import Dtype
@@ -63,10 +64,11 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """named: for the log, with the reason."""
+    """named: for the log, with the reason. widens: chunks may attend to a bfloat16 copy of an FP8 cache."""
 
     kernels: DecodeKernels
     named: str
+    widens: bool = False
 
 
 def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) -> Chosen:
@@ -80,7 +82,10 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
         reason = hopper_obstacle(case) if asked == "auto" else "as asked"
         kernels = triton_decode(case.spec, case.longest, case.num_sms, hopper=not reason)
         hopper = "hopper (chunks of prompts: triton)" if isinstance(case.spec, MlaSpec) else "hopper"
-        return Chosen(kernels, f"triton ({reason})" if reason else hopper)
+        widens = asked == "auto" and not widening_obstacle(case)
+        if widens:
+            reason += "; chunks of prompts: hopper, on a bfloat16 copy"
+        return Chosen(kernels, f"triton ({reason})" if reason else hopper, widens)
     problem = why_not_flashinfer(case)
     if problem:
         raise _refused(problem)
@@ -102,6 +107,18 @@ def hopper_obstacle(case: AttentionCase) -> str:
     if isinstance(case.spec, MlaSpec):
         return mla_obstacle(case.spec, case.block_size)
     return shape_obstacle(case.spec, case.block_size)
+
+
+def widening_obstacle(case: AttentionCase) -> str:
+    """Why chunks cannot attend to a bfloat16 copy of the cache by our Hopper kernel; "" if they can."""
+    if case.kv_dtype is not Dtype.FP8:
+        return f"the KV cache is {case.kv_dtype}, not {Dtype.FP8}"
+    if isinstance(case.spec, MlaSpec):
+        return "the model's attention is latent"
+    problem = _why_not_bf16(replace(case, kv_dtype=Dtype.BFLOAT16), (9,), "not that of Hopper")
+    if problem or not case.built:
+        return problem or f"the package was built without {NATIVE}"
+    return prefill_obstacle(case.spec, case.block_size)
 
 
 def why_not_flashinfer(case: AttentionCase) -> str:

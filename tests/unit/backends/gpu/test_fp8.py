@@ -28,7 +28,6 @@ from ep_server.exchange.host import open_shm
 from ep_server.exchange.quant import dequantise
 from ep_server.exchange.segment import create_segment
 from ep_server.models.decoder import DecoderParams
-from ep_server.models.families import read_spec
 from ep_server.models.kv_cache import KvCache, KvLayer
 from ep_server.models.loading import widen
 from tests.support.compare import assert_close, assert_equal
@@ -37,6 +36,7 @@ from tests.support.models.checkpoints import Tiny
 from tests.support.models.driver import BLOCK as KV_BLOCK
 from tests.support.models.driver import BLOCKS, GreedySampler, exchange_spec, generate
 from tests.support.models.fp8 import BLOCK, EXPERTS, Fp8Tiny, widened
+from tests.support.models.kv_scales import with_scales
 from tests.support.ranks.rank_group import greedy
 from tests.support.triton.harness import DEVICE, FP8, INTERPRETED, codes
 
@@ -166,23 +166,6 @@ class Rounded(KvLayer):
 
 
 KV_CASES = {"gqa": "qwen3_moe", "latent": "deepseek_v2-lite-yarn"}
-
-
-def with_scales(tiny: Tiny, target: Path) -> tuple[Path, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A copy with scales for every layer but the first, and the scales of all layers."""
-    shutil.copytree(tiny.path, target)
-    tensors = load_file(target / "model.safetensors")
-    spec, given = read_spec(tiny.path), []
-    heads = getattr(spec.attention, "kv_heads", 1)
-    for layer in range(spec.num_layers):
-        scales = [torch.ones(heads)] * 2
-        if layer:
-            scales = [torch.linspace(0.013, 0.031, heads), torch.linspace(0.017, 0.005, heads)]
-            for kind, scale in zip("kv", scales, strict=True):
-                tensors[f"model.layers.{layer}.self_attn.{kind}_scale"] = scale
-        given.append((scales[0].to(DEVICE), scales[1].to(DEVICE)))
-    save_file(tensors, target / "model.safetensors")
-    return target, given
 
 
 @pytest.mark.parametrize("kind", KV_CASES)

@@ -44,6 +44,7 @@ RANKS = {
     "of two, both": Rank(GQA, ranks=2, overlap="auto"),
     "few sequences": Rank(GQA, ranks=2, overlap="on", sequences=24),
     "on Hopper": Rank(GQA | {"head_dim": 128}, overlap="auto", hopper=True),
+    "FP8 cache on Hopper": Rank(GQA | {"head_dim": 128}, overlap="on", widens=True),
     "without graphs": Rank(GQA, ranks=2, overlap="on", graphs=False),
     "latent": Rank(MLA, ranks=2, overlap="auto"),
     "latent, alone": Rank(MLA, overlap="on"),
@@ -96,7 +97,7 @@ def request(number: int) -> Request:
 @pytest.mark.parametrize("name", RANKS)
 def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) -> None:
     rank, rng = RANKS[name], random.Random(7)
-    on = kernels_for_hopper() if rank.hopper else nullcontext()
+    on = kernels_for_hopper() if rank.hopper or rank.widens else nullcontext()
     with on, recorded() as launches, torch.inference_mode():
         runner = started(tmp_path, rank)
         warm = frozenset(launches)
@@ -107,7 +108,8 @@ def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) ->
             agreed = {"off": 1, "on": 2, "auto": rng.choice((1, 2))}[rank.overlap]
             runner.launch(batch, runner.micro_batches_of(bucket, agreed), bucket)
     assert warm
-    assert rank.hopper != any(launch[0] == "_decode_kernel" for launch in launches)
+    names = {launch[0] for launch in launches}
+    assert rank.hopper != ("_decode_kernel" in names) and rank.widens == ("_widen_kernel" in names)
     missing = {str(launch) for launch in launches - warm}
     assert not missing, "\n".join(sorted(missing)[:20])
 
@@ -117,9 +119,9 @@ def prepared(folder: Path, rank: Rank) -> list[int]:
     done: list[int] = []
     fill = StepInput.fill
 
-    def filled(self: StepInput, batch: StepBatch, *rest: Any) -> StepTensors:
+    def filled(self: StepInput, batch: StepBatch, *rest: Any, **named: Any) -> StepTensors:
         done.append(max(batch.num_tokens, 1))
-        return fill(self, batch, *rest)
+        return fill(self, batch, *rest, **named)
 
     with pytest.MonkeyPatch.context() as patch, recorded(), torch.inference_mode():
         patch.setattr(StepInput, "fill", filled)

@@ -32,7 +32,8 @@ class Packed:
     width: int
 
 
-@triton.jit(do_not_specialize=["rows", "width", "size"])  # they differ from step to step
+# These differ from step to step.
+@triton.jit(do_not_specialize=["rows", "width", "size"], do_not_specialize_on_alignment=["tables"])
 def _spread_kernel(
     words, columns, tables, rows, width, size, pitch, tables_pitch,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

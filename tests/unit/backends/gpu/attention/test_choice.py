@@ -78,7 +78,6 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
         (replace(HOPPER, capability=None), "there is no GPU"),
         (replace(HOPPER, capability=(8, 0)), "compute capability (8, 0) is not that of Hopper"),
         (replace(HOPPER, dtype=Dtype.FLOAT32), "the model is served as float32, not bfloat16"),
-        (replace(HOPPER, kv_dtype=Dtype.FP8), "the KV cache is float8_e4m3fn, not bfloat16"),
         (replace(HOPPER, built=False), "the package was built without ep_server._cuda"),
         (replace(HOPPER, block_size=8), "scheduler.block_size = 8 is no power of two from 16"),
         (replace(HOPPER, block_size=48), "scheduler.block_size = 48 is no power of two from 16"),
@@ -90,6 +89,34 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
 )
 def test_what_our_kernel_for_hopper_is_not_for_is_tritons(case: AttentionCase, problem: str) -> None:
     assert choose("auto", case).named == f"triton ({problem})"
+
+
+def test_chunks_over_an_fp8_cache_have_our_kernel() -> None:
+    chosen = choose("auto", replace(HOPPER, kv_dtype=Dtype.FP8))
+    assert chosen.widens and chosen.kernels == TritonDecode(32, 4, 128, 4096, 132, hopper=False)
+    assert chosen.named == (
+        "triton (the KV cache is float8_e4m3fn, not bfloat16; chunks of prompts: hopper, on a bfloat16 copy)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "case"),
+    [
+        ("triton", HOPPER),
+        ("auto", replace(HOPPER, capability=(8, 9))),
+        ("auto", replace(HOPPER, built=False)),
+        ("auto", replace(HOPPER, dtype=Dtype.FLOAT32)),
+        ("auto", replace(HOPPER, block_size=4)),
+        ("auto", replace(HOPPER, spec=replace(QWEN, window=128))),
+        ("auto", LATENT_CASE),
+    ],
+)
+def test_chunks_over_an_fp8_cache_are_tritons(asked: str, case: AttentionCase) -> None:
+    assert not choose(asked, replace(case, kv_dtype=Dtype.FP8)).widens
+
+
+def test_no_other_cache_is_copied() -> None:
+    assert not choose("auto", HOPPER).widens
 
 
 @pytest.mark.parametrize("built", [True, False])

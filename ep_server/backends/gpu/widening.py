@@ -1,0 +1,161 @@
+"""Which blocks of an FP8 cache a step's prompt chunks need as bfloat16, and whether copying them pays.
+
+Tensor cores have no product of bfloat16 and FP8 values. The Hopper kernel for chunks therefore reads a copy
+in bfloat16, made by one kernel per layer ahead of it; Triton's kernel widens what it loads, at half the rate.
+The host chooses for each step, and all layers use the same scratch memory. Units: blocks, tokens, bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
+from ep_server.models.families.spec import GqaSpec
+
+MOST_BYTES = 512 << 20  # of scratch memory
+# FLOP per second on a full GPU, measured with bfloat16 caches (docs/design-notes/2026-11-hopper-prefill.md).
+TRITON_FLOPS, HOPPER_FLOPS = 280e12, 600e12
+TRITON_ROWS, HOPPER_ROWS, HOPPER_PARTS = 64, 128, 16  # of a tile; parts of its context
+# Assumed for the copy, not measured: bytes per second, read and written, and what a launch takes.
+COPY_BYTES, LAUNCH_SECONDS = 2e12, 4e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Widening:
+    """When to widen. blocks: that fit into the scratch memory. num_sms: multiprocessors."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    blocks: int
+    num_sms: int
+
+    @staticmethod
+    def of(spec: GqaSpec, block_size: int, wanted: int, num_sms: int) -> Widening:
+        """Room for `wanted` blocks, or for as many as MOST_BYTES hold."""
+        rule = Widening(spec.heads, spec.kv_heads, spec.head_dim, block_size, wanted, num_sms)
+        return Widening(
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            block_size,
+            min(wanted, MOST_BYTES // rule.block_bytes),
+            num_sms,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the keys and values of a widened block."""
+        return self.block_size * self.kv_heads * self.head_dim * 2 * 2
+
+    @property
+    def nbytes(self) -> int:
+        """Of the scratch memory."""
+        return self.blocks * self.block_bytes
+
+    def pays(self, tokens: np.ndarray, contexts: np.ndarray, blocks: int) -> bool:
+        """Whether copy and Hopper kernel take less time than Triton's kernel, by the rates above.
+
+        On a full GPU that means at least 263 FLOP of attention for each byte copied: 50 new tokens behind a
+        long context, where 8 query heads share a KV head. Triton's kernel does not cut contexts, so with few
+        tiles of rows most multiprocessors are idle, and fewer tokens are enough.
+
+        Args:
+            tokens, contexts: [N] of each chunk; a context includes the chunk. blocks: distinct ones.
+        """
+        copied = (
+            LAUNCH_SECONDS + blocks * self.block_bytes * 1.5 / COPY_BYTES
+        )  # a code is half of what it becomes
+        hopper = self._seconds(tokens, contexts, HOPPER_ROWS, HOPPER_PARTS, HOPPER_FLOPS)
+        return copied + hopper < self._seconds(tokens, contexts, TRITON_ROWS, 1, TRITON_FLOPS)
+
+    def _seconds(
+        self, tokens: np.ndarray, contexts: np.ndarray, rows: int, parts: int, flops: float
+    ) -> float:
+        """Of attention in tiles of so many rows, each padded, whose contexts are cut into parts."""
+        tiles = -(-tokens * (self.heads // self.kv_heads) // rows) * self.kv_heads
+        work = float((tiles * (contexts - tokens / 2)).sum()) * rows * self.head_dim * 4
+        full = min(1.0, int(tiles.sum()) * parts / max(self.num_sms, 1))
+        return work / (flops * full) if work else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedBlocks:
+    """A step's copy, on the device; int32.
+
+    blocks: [B] of the cache, in the order of the copy; count: [1] how many of them.
+    tables: [S, W] of each sequence with a chunk, of blocks of the copy; other rows hold anything.
+    """
+
+    blocks: torch.Tensor
+    count: torch.Tensor
+    tables: torch.Tensor
+
+
+class WideningInput:
+    """The memory of the steps' WidenedBlocks, at fixed addresses. One thread fills it.
+
+    Args:
+        sequences: most of a step. width: blocks of the longest context.
+        staging: host buffers used in turn, as of StepInput.
+    """
+
+    def __init__(
+        self, rule: Widening, sequences: int, width: int, device: torch.device, staging: int
+    ) -> None:
+        self._rule = rule
+        words, pinned = room_for(1 + rule.blocks + sequences * width), device.type == "cuda"
+        self._host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(staging)]
+        self._words = torch.zeros(1, 1 + rule.blocks, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(sequences, width, dtype=torch.int32, device=device)
+        self._fills = 0
+
+    def view(self, sequences: int) -> WidenedBlocks:
+        """Of the step filled last, or of later ones."""
+        return WidenedBlocks(self._words[0, 1:], self._words[0, :1], self._tables[:sequences])
+
+    def fill(
+        self, tables: np.ndarray, tokens: np.ndarray, contexts: np.ndarray, first: int, widen: bool | None
+    ) -> bool:
+        """Sends a step's blocks to the device if its chunks use a copy. Returns: whether they do.
+
+        Args:
+            tables: [N, W] block tables of the chunks; tokens, contexts: [N], see Widening.pays().
+            first: number of the first one among the sequences.
+            widen: whether to, if the blocks fit; None = if it pays.
+        """
+        held = -(-contexts // self._rule.block_size)
+        if widen is False or not 0 < held.max(initial=0) <= self._rule.blocks:
+            return False
+        blocks, copied = distinct_blocks(tables, held)
+        count = len(blocks)
+        if count > self._rule.blocks or not (widen or self._rule.pays(tokens, contexts, count)):
+            return False
+        host = self._host[self._fills % len(self._host)]
+        self._fills += 1
+        words, end = host.numpy(), 1 + count + copied.size
+        words[0], words[1 : 1 + count], words[1 + count : end] = count, blocks, copied.reshape(-1)
+        packed = Packed(host[: room_for(end)], 1 + count, *copied.shape)
+        spread(packed, self._words, self._tables[first:])
+        return True
+
+
+def distinct_blocks(tables: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks that the tables name, each once, and tables of their places among these.
+
+    Args:
+        tables: [N, W]. held: [N] entries that count, each.
+    Returns: [B] and [N, most held]; entries that do not count are 0.
+    """
+    inside = np.arange(held.max(initial=0)) < held[:, None]
+    places = np.zeros(inside.shape, dtype=np.int32)
+    named = tables[:, : inside.shape[1]][inside]
+    if len(held) == 1:  # a sequence has each block once
+        places[0] = np.arange(len(named))
+        return named, places
+    blocks, places[inside] = np.unique(named, return_inverse=True)
+    return blocks, places
