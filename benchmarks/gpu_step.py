@@ -77,7 +77,13 @@ def shortened(shape: str, layers: int, folder: str, context: int = 0) -> Path:
 
 
 def built(
-    path: Path, buckets: Sequence[int], context: int, routing: str, most: int = MOST, sequences: int = 256
+    path: Path,
+    buckets: Sequence[int],
+    context: int,
+    routing: str,
+    most: int = MOST,
+    sequences: int = 256,
+    kv_dtype: str = "auto",
 ) -> RankParts:
     """A rank with graphs of these buckets alone. most: tokens of a step. sequences: at once."""
 
@@ -91,6 +97,7 @@ def built(
         "model.load_format": "dummy",
         "model.routing": routing,
         "model.max_context": context + 64,
+        "model.kv_dtype": kv_dtype,
         "parallel.device": "cuda",
         "parallel.ranks": 1,
         "scheduler.block_size": BLOCK,

@@ -27,13 +27,24 @@ def test_a_kernel_counts_once_for_each_of_its_forms() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_moe-wide-heads", "deepseek_v2"])
-async def test_ranks_compile_nothing_in_traffic(answers: dict[str, Answers], kind: str, overlap: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("qwen3_moe", "auto"),
+        ("qwen3_moe-wide-heads", "auto"),
+        ("qwen3_moe-wide-heads", "fp8_e4m3"),
+        ("deepseek_v2", "auto"),
+    ],
+)
+async def test_ranks_compile_nothing_in_traffic(
+    answers: dict[str, Answers], kind: str, cache: str, overlap: str
+) -> None:
     """Prompts of all sizes beside single tokens, many and few of these."""
     model = next(model for name, model in sorted(answers.items()) if name.startswith(kind))
     ranks = SIZES[-1]
     times = -(-MANY * ranks // len(model.prompts))
     room = {"scheduler__max_running": MANY, "scheduler__max_step_tokens": 512, "scheduler__kv_blocks": 4096}
     fields = {"model__dtype": "bfloat16", "parallel__overlap": overlap, "metrics__device_phases": 4}
+    fields["model__kv_dtype"] = cache
     _, heard = await drawn(model, ranks, times, **fields, **room)
     assert heard.counter("kernels_compiled") == [0] * ranks

@@ -1,17 +1,24 @@
-"""The Hopper kernel for attention of chunks: against float64 attention of torch. Unused memory is NaN."""
+"""The Hopper kernel for attention of chunks: against float64 attention of torch. Unused memory is NaN.
+
+The same over FP8 caches, whose blocks are widened first.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 import torch
 
+from ep_server.backends.gpu.attention.widened import WidenedPrefill
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill, prefill_scratch
 from ep_server.backends.gpu.kernels.triton.paged import Sequences
+from ep_server.backends.gpu.widening import WidenedBlocks, Widening, WideningInput
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import GqaSpec
+from tests.support.triton.harness import FP8
 from tests.support.triton.paged_case import Heads, PagedCase
 
 pytestmark = pytest.mark.gpu
@@ -134,6 +141,89 @@ def test_a_captured_launch_reads_its_arguments_from_memory() -> None:
     torch.cuda.synchronize()
     assert torch.equal(out, again)
     assert bool(out[:40].any(dim=(1, 2)).all()) and not bool(out[40:].any())
+
+
+class Widened:
+    """Chunks over an FP8 cache, with room for some more blocks in the copy than they have."""
+
+    def __init__(
+        self, chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: int = 16, more: int = 3
+    ) -> None:
+        self.chunks, self.heads = chunks, heads
+        self.case = PagedCase.of([context for context, _ in chunks], Heads(*heads, 128, 128), block, FP8)
+        self.starts = [0, *accumulate(tokens for _, tokens in chunks)]
+        self.q = torch.randn(self.starts[-1] + 5, heads[0], 128, device="cuda").to(BF16)
+        self.q[self.starts[-1] :] = NAN
+        self.begin = torch.tensor(self.starts, device="cuda").int()
+        self.lengths = self.case.sequences.lengths.int()
+        tables, device = self.case.sequences.blocks.cpu().numpy(), self.q.device
+        contexts, tokens = np.array(chunks).T
+        used = sum(-(-context // block) for context, count in chunks if count)
+        spec, sms = GqaSpec(*heads, 128, SCALE), torch.cuda.get_device_properties(0).multi_processor_count
+        rule = Widening.of(spec, block, used + more, sms)
+        self.kernel = WidenedPrefill(spec, rule, device, prefill_scratch(device))
+        for each in (self.kernel._copy.k, self.kernel._copy.v):
+            assert each is not None
+            each.fill_(NAN)
+        self.input = WideningInput(rule, len(chunks), tables.shape[1], device, 3)
+        assert self.input.fill(tables, tokens, np.where(tokens > 0, contexts, 0), 0, widen=True)
+
+    @property
+    def plan(self) -> WidenedBlocks:
+        return self.input.view(len(self.chunks))
+
+    def run(self, out: torch.Tensor) -> None:
+        self.kernel.run(self.q, self.begin, self.case.kv, self.plan, self.lengths, out)
+
+    def check(self, out: torch.Tensor) -> None:
+        torch.cuda.synchronize()
+        assert bool(out[self.starts[-1] :].isnan().all())
+        check_rows(self.case, self.chunks, self.starts, self.heads, self.q, out)
+
+
+@pytest.mark.parametrize("heads", [GQA, (32, 8), (8, 8), (10, 2), (32, 1)], ids=str)
+@pytest.mark.parametrize("block", [8, 16, 128])
+def test_fp8_caches_are_widened_first(heads: tuple[int, int], block: int) -> None:
+    """A scale per KV head of keys and of values. Again with other codes, in the same scratch memory."""
+    widened = Widened(MIXED, heads, block)
+    out = torch.full_like(widened.q, NAN)
+    widened.run(out)
+    widened.check(out)
+    for layer in (widened.case.kv.layer.k, widened.case.kv.layer.v):
+        assert layer is not None
+        layer.copy_((layer.float() * -0.5).to(FP8))  # exact but for the least codes
+    for exact in (*widened.case.keys, *widened.case.values):
+        exact.mul_(-0.5)
+    again = torch.full_like(widened.q, NAN)
+    widened.run(again)
+    widened.check(again)
+    assert not torch.equal(again[: widened.starts[-1]], out[: widened.starts[-1]])
+
+
+@pytest.mark.parametrize(
+    "chunks", [[(9000, 33)], [(3000, 2500), (600, 600)], [(1500, 1), (0, 0), (40, 5)]], ids=str
+)
+def test_fp8_caches_behind_long_contexts(chunks: list[tuple[int, int]]) -> None:
+    widened = Widened(chunks)
+    out = torch.full_like(widened.q, NAN)
+    widened.run(out)
+    widened.check(out)
+
+
+def test_captured_copies_read_their_blocks_from_memory() -> None:
+    """A replay copies what the step before it has sent."""
+    widened = Widened([(300, 40), (77, 20)])
+    out, table = torch.full_like(widened.q, NAN), widened.case.sequences.blocks.cpu().numpy()
+    widened.run(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        widened.run(out)
+    tokens = np.array([40, 20])
+    assert widened.input.fill(table, tokens, np.array([40, 20]), 0, widen=True)
+    assert widened.input.fill(table, tokens, np.array([300, 77]), 0, widen=True)
+    out.fill_(NAN)
+    graph.replay()
+    widened.check(out)
 
 
 @pytest.mark.parametrize(
