@@ -18,6 +18,7 @@ from ep_server.exchange.bootstrap import share_regions
 from ep_server.exchange.bulk import Arrival, Plan, Returned, Routing, Rows
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink import launch
+from ep_server.exchange.nvlink.device_wait import await_idle
 from ep_server.exchange.nvlink.heap import Heap
 from ep_server.exchange.spec import ExchangeSpec, Payload
 
@@ -141,7 +142,7 @@ class NvlinkBulk:
 
     def reset(self) -> None:
         """See BulkExchange. Waits for the GPU."""
-        torch.cuda.synchronize(self.device)
+        await_idle(self.device)
         self._control.reset()
         theirs = self._control.all_gather(self.group.bulk_operations().to_bytes(8, "little"))
         last = max(int.from_bytes(record, "little") for record in theirs)

@@ -13,6 +13,7 @@ import torch
 from ep_server import _cuda
 from ep_server.errors import ConfigError
 from ep_server.exchange.nvlink.banks import COMBINE, DISPATCH, RECV, SEND, DeviceHandle
+from ep_server.exchange.nvlink.device_wait import await_idle
 from ep_server.exchange.spec import ExchangeSpec
 
 MAX_DELAY_SECONDS = 1.0
@@ -49,7 +50,7 @@ class NvlinkDelay:
         Waits for the GPU; no operation may be running on any rank. 0 = none. Raises: ConfigError.
         """
         check_delay(seconds, self._spec)
-        torch.cuda.synchronize(self._device)  # what was sent before has the old delay
+        await_idle(self._device)  # what was sent before has the old delay
         self._group.set_delay(round(seconds * 1e9))
         self.compare_clocks()
 
@@ -62,7 +63,7 @@ class NvlinkDelay:
         self._group.empty_clock_cells()
         self._barrier()
         self._group.compare_clocks(self._stream())
-        torch.cuda.synchronize(self._device)
+        await_idle(self._device)
         self._barrier()
         return self._group.clocks_ahead()
 

@@ -41,6 +41,7 @@ from ep_server.exchange.faults import Fault, encode_device_faults
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink.banks import BOTH, COMBINE, DISPATCH, RECV, SEND, Banks, DeviceHandle
 from ep_server.exchange.nvlink.delay import NvlinkDelay
+from ep_server.exchange.nvlink.device_wait import await_idle
 from ep_server.exchange.nvlink.launch import CombineTensors, Launcher, address, check_device_spec, make_group
 from ep_server.exchange.nvlink.normal import NvlinkNormal
 from ep_server.exchange.nvlink.sizes import has_normal, heap_bytes
@@ -288,11 +289,10 @@ class NvlinkExchange:
 
     def close(self) -> None:
         """As the Protocol says. Waits for the GPU."""
-        if self._launcher is None:
-            return
-        torch.cuda.synchronize(self.device)
-        self._launcher = None
-        self._control.close()
+        if self._launcher is not None:
+            torch.cuda.synchronize(self.device)
+            self._launcher = None
+            self._control.close()
 
     @property
     def membership(self) -> Membership:
@@ -315,10 +315,10 @@ class NvlinkExchange:
         self._open().group.mask(rank_bits(self.spec, set(ranks) - {self.spec.rank}))
 
     def reset(self, dead: Iterable[int] = (), generation: int = 0) -> None:
-        """See Membership. Ends the GPU's waits. Raises: as HostGroup.reset() and share_regions()."""
+        """See Membership. Ends the GPU's waits. Raises: as HostGroup.reset(), share_regions(), await_idle()."""
         launcher, gone = self._open(), frozenset(dead)
         launcher.group.abort()  # kernels may wait for a lost rank
-        torch.cuda.synchronize(self.device)
+        await_idle(self.device)
         self._control.reset(gone, generation)
         standing = Standing(launcher.last_epoch(), self._fresh)
         last = share_anew(self._control, self.spec, launcher.group, standing)
