@@ -118,9 +118,9 @@ class NvlinkExchange:
             others = set(range(self.spec.num_ranks)) - {self.spec.rank}
             if absent := others if self._fresh else self._control.masked:
                 group.reset(0, rank_bits(self.spec, absent))
-            if not self._fresh:
+            if not self._fresh:  # else what aborted the others does not concern this rank until it is in
                 share_regions(self._control, self.spec, group)
-            group.watch(self._control.native.head, self._control.native)
+                group.watch(self._control.native.head, self._control.native)
         return launcher
 
     @property
@@ -315,13 +315,15 @@ class NvlinkExchange:
         self._open().group.mask(rank_bits(self.spec, set(ranks) - {self.spec.rank}))
 
     def reset(self, dead: Iterable[int] = (), generation: int = 0) -> None:
-        """See Membership. Ends the GPU's waits. Raises: as HostGroup.reset(), share_regions(), await_idle()."""
+        """See Membership. Ends the GPU's waits. Raises: as its parts; InternalError if the GPU goes on."""
         launcher, gone = self._open(), frozenset(dead)
         launcher.group.abort()  # kernels may wait for a lost rank
         await_idle(self.device)
         self._control.reset(gone, generation)
         standing = Standing(launcher.last_epoch(), self._fresh)
         last = share_anew(self._control, self.spec, launcher.group, standing)
+        if self._fresh:
+            launcher.group.watch(self._control.native.head, self._control.native)
         self._fresh = False
         banks = self.spec.num_banks
         base = (last + 3 * banks) // banks * banks  # beyond every epoch of the old generation
@@ -348,8 +350,6 @@ class NvlinkExchange:
     def __repr__(self) -> str:
         spec, what = self.spec, f"{self.device}, {self.spec.payload}, {self.spec.reduction}"
         return f"NvlinkExchange(rank={spec.rank}/{spec.num_ranks}, {what})"
-
-    # -- inside ---------------------------------------------------------------------------------------
 
     def _open(self) -> Launcher:
         if self._launcher is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from ep_server import _C
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.segment import create_segment, report_lost
@@ -109,6 +111,15 @@ def replaced_spec(rank: int, num_ranks: int) -> ExchangeSpec:
     return replace(spec, timeout_ns=600 * SECOND)
 
 
+def abort_lost(segment: int) -> None:
+    """As a rank does whose wait for the lost one has timed out: it aborts the group there too."""
+    group = _C.Segment(segment)
+    at = next(begin for name, begin, _ in _C.Layout(group.geometry).regions() if name == "abort")
+    writer, generation = 0, 0
+    cell = struct.pack("<II", generation + 1, writer + 1)
+    assert os.pwrite(segment, cell, group.regions[LOST] + at) == len(cell)
+
+
 def check_replaced(program: Callable[..., Any], num_ranks: int, *args: Any) -> None:
     """Kills rank 1 while the others wait for it in a kernel, and puts another process in its place.
 
@@ -125,6 +136,7 @@ def check_replaced(program: Callable[..., Any], num_ranks: int, *args: Any) -> N
                 assert ranks.message(rank, 120) == "waits"
             ranks.kill(LOST)
             ranks.processes[LOST].join(30)
+            abort_lost(fd)
             for rank in others:
                 ranks.tell(rank, "go on")
             ranks.tell(num_ranks, "start")
