@@ -89,7 +89,7 @@ class Engine:
         self.lost, self.rank_statistics = self._delivery.lost, self._delivery.rank_statistics
         self.ready: list[RankReady] = []
         self._recovery = Recovery(self._delivery, settings, self._restart, self._observer, clock)
-        self.updates = Weights(
+        self.weights = Weights(
             self._delivery.orders, settings.checkpoint, ranks.use_weights, settings.max_pause
         )
         self.balancer = Balancer(self._delivery, settings.balance, self._observer)
@@ -229,11 +229,6 @@ class Engine:
         answers = await self._delivery.orders.give(order, seconds, what)
         return sum(done.blocks for done in answers)
 
-    @property
-    def weights(self) -> tuple[int, str]:
-        """Version of the weights in force, counted from 0, and the path of their checkpoint."""
-        return self.updates.version, self.updates.path
-
     async def update_weights(self, path: str, check: Callable[[str], None]) -> WeightsUpdated:
         """Switches to the weights of another checkpoint of the same shapes. No stream ends.
 
@@ -242,7 +237,7 @@ class Engine:
         Raises: Unavailable, Draining, RankLost; as Weights.update().
         """
         self._check_serving()
-        return await self.updates.update(path, check)
+        return await self.weights.update(path, check)
 
     async def scale(self, ranks: int, hold_out: Sequence[int]) -> float:
         """As Ranks.scale(). No stream ends. Raises: Unavailable, Draining too."""

@@ -92,7 +92,7 @@ class Handoffs:
             raise InvalidArgument("kv_handle.prompt", shown, "the digest of this prompt's first tokens")
         if handle.format != (own := self.format):
             raise InvalidArgument("kv_handle.format", handle.format, f"{own!r}, as of this server")
-        version, _ = self._engine.weights
+        version = self._engine.weights.version
         mine = await self._own_weights()
         if handle.weights != mine or not mine:
             given = handle.weights[: 2 * KEY_BYTES]
@@ -120,9 +120,9 @@ class Handoffs:
 
         A path may hold other weights after an update. While ranks switch, a prompt may run with either.
         """
-        version, path = self._engine.weights
+        version, path = self._engine.weights.version, self._engine.weights.path
         model = self._config.model
-        if self._engine.updates.switching:
+        if self._engine.weights.switching:
             return ""
         if version == 0 and model.load_format == "dummy":
             return f"dummy-{model.seed}"

@@ -59,7 +59,7 @@ class ServerState(Collector):
             out = self.nodes - live_nodes(ready, self.ranks_per_node) if ready else 0
             help = "Nodes that the server goes on without: lost, or stopped in order."
             yield GaugeMetricFamily(f"{PREFIX}nodes_out", help, value=out)
-        version, _ = self.engine.weights
+        version = self.engine.weights.version
         help = "Version of the weights in force: 0 at the start, one more after each Control.UpdateWeights."
         yield GaugeMetricFamily(f"{PREFIX}weights_version", help, value=version)
         files = self.tls()

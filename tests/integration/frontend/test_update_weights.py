@@ -70,6 +70,11 @@ async def demo(path: Path = DEMO_MODEL) -> AsyncIterator[tuple[Server, Restartin
         await server.stop()
 
 
+def in_force(server: Server) -> tuple[int, str]:
+    """Version and path of the weights."""
+    return server.engine.weights.version, server.engine.weights.path
+
+
 async def handed_off(client: RawClient, found: list[str]) -> None:
     """Adds what the handle of a new request says about the weights."""
     async for event in client.generate([1, 2, 3], max_new_tokens=1, hold_kv=True, timeout=WAIT):
@@ -157,7 +162,7 @@ async def test_requests_after_an_update_see_new_weights(other: Path) -> None:
             await server.engine.update_weights(str(DEMO_MODEL), lambda path: None)
         found = await answers(client)
         assert tokens(found) == expected
-        assert server.engine.weights == (3, str(other))
+        assert in_force(server) == (3, str(other))
 
 
 async def retried(client: RawClient, path: Path) -> Any:
@@ -177,7 +182,7 @@ async def test_a_rank_lost_during_an_update_changes_nothing(other: Path) -> None
         old = tokens(await answers(client))
         os.kill(ranks.group.pids[1], signal.SIGSTOP)  # type: ignore[attr-defined]
         updating = asyncio.ensure_future(refused(client, other))
-        while not server.engine.updates._orders._open:
+        while not server.engine.weights._orders._open:
             await asyncio.sleep(0.001)
         second = await refused(client, DEMO_MODEL)
         assert second == ("FAILED_PRECONDITION", f"an update to {other} is running")
@@ -185,13 +190,13 @@ async def test_a_rank_lost_during_an_update_changes_nothing(other: Path) -> None
         code, why = await updating
         assert code == "UNAVAILABLE" and "rank 1 was lost" in why
         assert tokens(await answers(client)) == old
-        assert server.engine.weights == (0, str(DEMO_MODEL))
+        assert in_force(server) == (0, str(DEMO_MODEL))
         assert (await retried(client, other)).version == 1
         new = tokens(await answers(client))
         assert new != old
         os.kill(ranks.group.pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
         assert tokens(await answers(client)) == new
-        assert server.engine.weights == (1, str(other))
+        assert in_force(server) == (1, str(other))
 
 
 def _drop_tensor(path: Path) -> str:
@@ -227,7 +232,7 @@ async def test_a_checkpoint_that_differs_is_refused(edit: Any, tmp_path: Path) -
     async with serving(FakeRanks(2), model__path=str(DEMO_MODEL), model__updates="/") as made:
         code, details = await refused(made.client, tmp_path / "other")
         assert code == "INVALID_ARGUMENT" and why in details
-        assert made.server.engine.weights == (0, str(DEMO_MODEL))
+        assert in_force(made.server) == (0, str(DEMO_MODEL))
         assert (await update(made.client, DEMO_MODEL)).version == 1
 
 
@@ -254,7 +259,7 @@ async def test_a_refusing_rank_changes_nothing() -> None:
     async with serving(ranks, model__path=str(DEMO_MODEL), model__updates="/") as made:
         expected = f"reading weights from {DEMO_MODEL}: rank 0: model.norm.weight: cannot be read"
         assert await refused(made.client, DEMO_MODEL) == ("UNAVAILABLE", expected)
-        assert made.server.engine.weights == (0, str(DEMO_MODEL)) and ranks.weights == ("", 0)
+        assert in_force(made.server) == (0, str(DEMO_MODEL)) and ranks.weights == ("", 0)
         ranks.refusal = ""
         assert (await update(made.client, DEMO_MODEL)).version == 1
         assert ranks.weights == (str(DEMO_MODEL), 1)
@@ -266,7 +271,7 @@ async def test_too_long_a_pause_is_refused() -> None:
     async with serving(ranks, model__path=str(DEMO_MODEL), model__updates="/") as made:
         code, why = await refused(made.client, DEMO_MODEL)
         assert code == "UNAVAILABLE" and "for 10.5 s: at most exchange.timeout_seconds = 10" in why
-        assert made.server.engine.weights == (0, str(DEMO_MODEL))
+        assert in_force(made.server) == (0, str(DEMO_MODEL))
 
 
 async def test_a_draining_server_takes_no_weights() -> None:
@@ -278,7 +283,7 @@ async def test_a_draining_server_takes_no_weights() -> None:
         await made.server.drain()
         assert await updating == ("UNAVAILABLE", "the server is shutting down")
         assert await refused(made.client, DEMO_MODEL) == ("UNAVAILABLE", "the server is shutting down")
-        assert made.server.engine.weights == (0, str(DEMO_MODEL))
+        assert in_force(made.server) == (0, str(DEMO_MODEL))
 
 
 async def test_a_loss_in_the_switch_leaves_the_new_weights() -> None:
@@ -295,7 +300,7 @@ async def test_a_loss_in_the_switch_leaves_the_new_weights() -> None:
         code, why = await updating
         assert code == "UNAVAILABLE" and "rank 1 was lost" in why
         await made.until(lambda: made.server.engine.state is EngineState.SERVING)
-        assert made.server.engine.weights == (1, str(DEMO_MODEL))
+        assert in_force(made.server) == (1, str(DEMO_MODEL))
         assert [scheduler.weights for scheduler in ranks._schedulers] == [1, 1]
 
 
