@@ -40,7 +40,7 @@ emulated_switch:
 namespace {
 
 constexpr size_t kStack = 128 * 1024;
-constexpr uint32_t kMostThreads = 640, kSharedWords = 48 * 1024;
+constexpr uint32_t kMostThreads = 640, kSharedWords = emulated::kSharedBytes / 4;
 
 struct Barrier {
   uint32_t arrived = 0, bits = 0, result = 0;

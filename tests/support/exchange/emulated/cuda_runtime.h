@@ -40,6 +40,7 @@ void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kern
 const uint64_t* with_warp(uint64_t mine);  // what each lane of the warp has given
 void leave_warp();                         // all have read that
 uint32_t* dynamic_shared();
+constexpr int kSharedBytes = 192 * 1024;
 extern uint64_t clock_ahead_ns;  // of the GPU, to the host
 
 template <class T, class F>
@@ -152,7 +153,11 @@ enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorMemoryAllocation
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 constexpr unsigned cudaStreamNonBlocking = 1, cudaHostAllocMapped = 2, cudaHostAllocPortable = 1;
 struct cudaLaunchAttribute {

@@ -32,7 +32,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : 9;
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? 2
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::kSharedBytes
+                                                                  : 9;
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
