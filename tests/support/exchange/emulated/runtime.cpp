@@ -53,10 +53,17 @@ unsigned long long map_shared(uint64_t bytes, int fd, unsigned long long address
   return reinterpret_cast<unsigned long long>(at);
 }
 
+// As the driver maps memory.
+uint64_t whole_pages(uint64_t bytes) {
+  constexpr uint64_t kPage = 2 << 20;
+  return (bytes + kPage - 1) / kPage * kPage;
+}
+
 }  // namespace
 
 std::unique_ptr<Region> Region::create(int, uint64_t bytes) {
   std::unique_ptr<Region> region(new Region);
+  bytes = whole_pages(bytes);
   const int fd = memfd_create("region", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, off_t(bytes)) != 0) throw std::runtime_error("memfd of a region failed");
   region->handle_ = fd;
@@ -66,6 +73,7 @@ std::unique_ptr<Region> Region::create(int, uint64_t bytes) {
 }
 std::unique_ptr<Region> Region::reserve(int, uint64_t bytes) {
   std::unique_ptr<Region> region(new Region);
+  bytes = whole_pages(bytes);
   void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) throw std::runtime_error("mmap of addresses failed");
   region->bytes_ = bytes;
