@@ -20,7 +20,6 @@ from ep_server.frontend.server import Server
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.v1 import decode_pb2 as pb
 from tests.support.frontend import Code, failure
-from tests.support.ranks.zygote import forking
 from tests.support.raw_client import RawClient
 from tests.support.structured import DEMO, byte_checkpoint
 from tests.support.tokenizers import EOS
@@ -91,15 +90,14 @@ async def served(path: Any, **values: Any) -> AsyncIterator[Model]:
             **values,
         }
     )
-    with forking():
-        server = Server(config, ServedModel.load(config.model), RankProcesses(config))
-        try:
-            await server.start(lambda *_: None)
-            async with RawClient(server.address) as client:
-                yield Model(client, server)
-        finally:
-            await server.drain()
-            await server.stop()
+    server = Server(config, ServedModel.load(config.model), RankProcesses(config))
+    try:
+        await server.start(lambda *_: None)
+        async with RawClient(server.address) as client:
+            yield Model(client, server)
+    finally:
+        await server.drain()
+        await server.stop()
     assert not server.engine.lost_message
 
 

@@ -1,5 +1,8 @@
 """Real `ep-server serve` processes that are one server: on the loopback, or one per network namespace.
 
+Importing what they need takes longer than most of the tests, so they and their ranks are forks of a process
+that has: see tests.support.ranks.zygote.
+
 Logs are read as JSON lines all the time; whatever still runs is killed in the end. Units: seconds.
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -21,6 +25,8 @@ import psutil
 
 import ep_server
 from ep_server.testing.namespaces import DEVICE, Hosts
+from tests.support.cluster.forked import ForkedProcess, fork
+from tests.support.ranks.zygote import CAN_FORK
 
 DEMO_MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
 WAIT = 60.0  # after which a test has failed; the machine may be busy with much else
@@ -31,7 +37,7 @@ SERVING = re.compile(r"serving .* on (\S+:\d+), ")
 class Node:
     """One process. lines: messages of its log so far; text: what it wrote that is no JSON."""
 
-    inner: asyncio.subprocess.Process
+    inner: asyncio.subprocess.Process | ForkedProcess
     lines: list[str] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     address: str = ""
@@ -46,7 +52,12 @@ class Node:
     @property
     def ranks(self) -> list[psutil.Process]:
         """Its rank processes, in the order of ranks."""
-        return [child for child in self.process.children() if "ranks.life" in str(child.cmdline())]
+        forked = isinstance(self.inner, ForkedProcess)
+        return [
+            child
+            for child in self.process.children()
+            if (os.getpgid(child.pid) == child.pid if forked else "ranks.life" in str(child.cmdline()))
+        ]
 
     def signal(self, number: signal.Signals) -> None:
         self.inner.send_signal(number)
@@ -97,6 +108,7 @@ class Nodes:
     """What nodes of one server have in common. hosts: a namespace for each; None = all on the loopback.
 
     options: of the command line, for all nodes. gpus: the CUDA_VISIBLE_DEVICES of each; none = all of them.
+    forked: rather than executed, where that can be.
     """
 
     count: int = 2
@@ -106,6 +118,7 @@ class Nodes:
     options: Sequence[str] = ()
     gpus: Sequence[str] = ()
     rendezvous: str = ""
+    forked: bool = True
     started: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -118,22 +131,30 @@ class Nodes:
 
     async def start(self, node: int, *options: str) -> Node:
         """Starts a node. options: for this one."""
-        inner = await asyncio.create_subprocess_exec(
-            *self.prefix(node),
-            *(sys.executable, "-m", "ep_server", "serve", "--model", str(self.model)),
+        line = (
+            *("serve", "--model", str(self.model)),
             *("--nodes", str(self.count), "--node-rank", str(node), "--rendezvous", self.rendezvous),
             *("--ranks", str(self.ranks), "--parallel-threads-per-rank", "1", "--host", self.host(node)),
             *("--port", "0", "--metrics-port", "0", "--log-format", "json"),
             *("--scheduler-kv-blocks", "256", "--resilience-standby", "0"),  # so that children are ranks
             *(*self._network(node), *self.options, *options),
-            stderr=asyncio.subprocess.PIPE,
-            limit=1 << 20,
         )
-        started = Node(inner)
+        started = Node(await self._process(node, line))
         started._reading = asyncio.create_task(started.read())
         started._reading.add_done_callback(lambda _: started._changed.set())
         self.started.append(started)
         return started
+
+    async def _process(self, node: int, line: Sequence[str]) -> asyncio.subprocess.Process | ForkedProcess:
+        limit = 1 << 20
+        if self.forked and CAN_FORK and not self.gpus:
+            host = "" if self.hosts is None else self.hosts.names[node]
+            return await fork("tests.support.cluster.forked_node", (host, *line), limit)
+        return await asyncio.create_subprocess_exec(
+            *(*self.prefix(node), sys.executable, "-m", "ep_server", *line),
+            stderr=asyncio.subprocess.PIPE,
+            limit=limit,
+        )
 
     def prefix(self, node: int) -> tuple[str, ...]:
         """In front of a command that shall run where this node does."""

@@ -1,6 +1,8 @@
-"""The checkpoints that most tests of rank processes run."""
+"""How most tests of rank processes start them, and the checkpoints that they run."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,6 +10,14 @@ import torch
 from tests.support.models.checkpoints import CASES, Tiny
 from tests.support.models.fixtures import checkpoint, fp8_checkpoint
 from tests.support.models.fp8 import GQA, Fp8Tiny
+from tests.support.ranks.zygote import forking
+
+
+@pytest.fixture(scope="package", autouse=True)
+def ranks_are_forks() -> Iterator[None]:
+    """A rank's imports take longer than most of these tests. Tests elsewhere start ranks as a server does."""
+    with forking():
+        yield
 
 
 @pytest.fixture(scope="session")

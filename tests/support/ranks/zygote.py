@@ -1,7 +1,7 @@
-"""Starts rank processes as forks of a process that has imported torch already.
+"""Starts rank processes, and whole servers, as forks of a process that has imported torch already.
 
-Importing torch costs every rank more than a second of CPU time; most tests of ranks need little else. A fork
-is a child of the test's own process, with the descriptors, arguments and environment of a process that was
+Importing torch costs every rank two seconds of CPU time; most tests of ranks need little else. A fork is a
+child of the process that asks for it, with the descriptors, arguments and environment of a process that was
 executed. Tests of the real start: tests/integration/ranks/test_process.py, tests/e2e.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -23,6 +24,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +33,13 @@ from ep_server.ranks import process
 from ep_server.ranks.life import die_with
 
 CLONE_PARENT, SYS_CLONE = 0x8000, 56  # of x86-64
-PRELOADED = ("torch", "ep_server.ranks.build", "ep_server.ranks.devices", "ep_server.ranks.exchanges")
+PRELOADED = (
+    *("torch", "ep_server.ranks.build", "ep_server.ranks.devices", "ep_server.ranks.exchanges"),
+    "ep_server.cli.main",
+)
 WITHOUT_TORCH = "tests.support.ranks.odd_rank"
 HIGH = 1000  # descriptors from here on are nobody's
+CAN_FORK = platform.machine() == "x86_64"
 
 
 class Forked:
@@ -60,15 +66,11 @@ class Forked:
 
 
 class Zygote:
-    """The process that forks."""
+    """The process that forks: a child of this one, behind a socket."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-P", "-c", process.BOOTSTRAP, json.dumps(process.import_path())]
-            command += ["tests.support.ranks.zygote", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        self._socket.recv(1)
+    def __init__(self, ours: socket.socket) -> None:
+        self._socket = ours
+        self._one_at_a_time = threading.Lock()
 
     def popen(
         self, command: Sequence[str], *, pass_fds: Sequence[int], **options: Any
@@ -77,35 +79,77 @@ class Zygote:
         path, module, *arguments = command[command.index(process.BOOTSTRAP) + 1 :]
         if module == WITHOUT_TORCH:
             return subprocess.Popen(command, pass_fds=pass_fds, **options)
+        return self.fork(module, arguments, {fd: fd for fd in (1, 2, *pass_fds)}, json.loads(path))
+
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        descriptors: dict[int, int],
+        path: Sequence[str] | None = None,
+    ) -> Forked:
+        """Runs a module as a program.
+
+        Args:
+            descriptors: of this process, by the numbers that they have in the fork.
+            path: sys.path; None = of this process.
+        """
         job = {
-            "path": json.loads(path),
+            "path": path or process.import_path(),
             "module": module,
             "arguments": arguments,
             "environ": dict(os.environ),
             "folder": str(Path.cwd()),
-            "descriptors": [1, 2, *pass_fds],
+            "descriptors": list(descriptors),
         }
-        socket.send_fds(self._socket, [json.dumps(job).encode()], [1, 2, *pass_fds])
-        return Forked(int(self._socket.recv(32)))
+        with self._one_at_a_time:
+            socket.send_fds(self._socket, [json.dumps(job).encode()], list(descriptors.values()))
+            return Forked(int(self._socket.recv(32)))
 
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait(30)
+
+@cache
+def zygote() -> Zygote:
+    """That of this process, for the rest of its life."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-P", "-c", process.BOOTSTRAP, json.dumps(process.import_path())]
+        command += ["tests.support.ranks.zygote", str(theirs.fileno()), str(os.getpid())]
+        alone = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # its threads would be missing in a fork
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=alone)
+    ours.recv(1)
+    atexit.register(started.wait, 30)
+    atexit.register(ours.close)
+    return Zygote(ours)
+
+
+def forked_zygote() -> Zygote:
+    """A fork of this process, which is one itself and has one thread yet."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        die_with(parent)
+        serve(theirs)
+        os._exit(0)
+    theirs.close()
+    return Zygote(ours)
+
+
+def fork_ranks(zygote: Zygote) -> None:
+    """From now on this process starts its ranks as forks."""
+    process.subprocess = SimpleNamespace(Popen=zygote.popen, DEVNULL=subprocess.DEVNULL)
 
 
 @contextmanager
 def forking() -> Iterator[None]:
     """Meanwhile this process starts its ranks as forks."""
-    if platform.machine() != "x86_64":
-        yield
-        return
-    zygote, real = Zygote(), process.subprocess
-    process.subprocess = SimpleNamespace(Popen=zygote.popen, DEVNULL=subprocess.DEVNULL)
+    real = process.subprocess
+    if CAN_FORK:
+        fork_ranks(zygote())
     try:
         yield
     finally:
         process.subprocess = real
-        zygote.close()
 
 
 def main() -> None:
@@ -113,7 +157,13 @@ def main() -> None:
     die_with(int(sys.argv[2]))
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # the forks share what nobody writes to
     ours.send(b"r")
+    serve(ours)
+
+
+def serve(ours: socket.socket) -> None:
+    """Forks until the other end is closed."""
     while True:
         text, descriptors, _, _ = socket.recv_fds(ours, 1 << 20, 64)
         if not text:
@@ -156,6 +206,7 @@ def run(job: dict[str, Any], descriptors: list[int]) -> None:
         os.environ.update(job["environ"])
         os.chdir(job["folder"])
         sys.path[:], sys.argv = job["path"], ["-c", *job["arguments"]]
+        sys.modules.pop(job["module"], None)  # runpy warns of a module that is imported already
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as exit:
