@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 import pytest_asyncio
 
@@ -101,6 +100,8 @@ async def test_the_example_of_the_page_runs(demo: Gateway, capsys: pytest.Captur
 
 
 async def test_errors_are_openais(demo: Gateway) -> None:
+    import openai
+
     chat = demo.openai.chat.completions
     with pytest.raises(openai.BadRequestError, match="at most 2048 together"):
         await chat.create(model="demo", messages=ASKED, max_tokens=100_000)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-import transformers
 
 import ep_server
 from ep_server.config import Config
@@ -73,6 +72,8 @@ async def demo() -> AsyncIterator[Demo]:
 @pytest.mark.parametrize("overrides", [{}, {"temperature": 0.3, "logit_bias": {3: 50.0}, "num_sequences": 2}])
 async def test_prompt_logprobs_are_those_of_transformers(demo: Demo, overrides: dict[str, object]) -> None:
     """In chunks of at most 32 tokens; how tokens are drawn does not matter."""
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with torch.inference_mode():
         logits = reference(torch.tensor([PROMPT])).logits[0, :-1]

@@ -14,12 +14,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from ep_server.client import AsyncClient
 from tests.support.structured import byte_checkpoint
+
+if TYPE_CHECKING:  # a second of CPU time for each process that collects the tests
+    import openai
 
 START_SECONDS = 120.0
 TEMPLATE = (
@@ -86,6 +87,8 @@ async def _served(model: Path, log: Path, *options: str) -> AsyncIterator[str]:
 @asynccontextmanager
 async def _in_front(folder: Path, *options: str) -> AsyncIterator[openai.AsyncOpenAI]:
     """A client of a gateway. options: of `smg launch`."""
+    import openai
+
     port = _free_port()
     smg = ["smg", "launch", *options, "--port", str(port)]
     smg += ["--prometheus-port", str(_free_port()), "--log-level", "warn"]
@@ -124,6 +127,8 @@ async def _until(found: Callable[[], Any]) -> Any:
 
 async def _ready(client: openai.AsyncOpenAI) -> None:
     """Until the gateway knows the server's model and its tokenizer."""
+    import openai
+
     end = time.monotonic() + START_SECONDS
     while True:
         try:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
+
+if TYPE_CHECKING:  # who only runs a checkpoint needs none of it; importing it takes seconds
+    import transformers
 
 HIDDEN, EXPERTS, TOP_K, VOCAB = 64, 6, 3, 256
 NEW_TOKENS = 64
@@ -53,22 +55,38 @@ _MLA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model to make. scale: standard deviation of random weights. save: options of save_pretrained."""
+    """One model to make.
+
+    family: what transformers' classes of it begin with. scale: standard deviation of random weights. save:
+    options of save_pretrained.
+    """
 
     name: str
-    config: type[transformers.PretrainedConfig]
-    model: type[transformers.PreTrainedModel]
+    family: str
     options: dict[str, Any]
     scale: float = 0.2
     seed: int = 0
     save: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def config(self) -> type[transformers.PretrainedConfig]:
+        import transformers
+
+        made: type[transformers.PretrainedConfig] = getattr(transformers, f"{self.family}Config")
+        return made
+
+    @property
+    def model(self) -> type[transformers.PreTrainedModel]:
+        import transformers
+
+        made: type[transformers.PreTrainedModel] = getattr(transformers, f"{self.family}ForCausalLM")
+        return made
+
 
 CASES = (
     Case(
         "qwen3_moe",
-        transformers.Qwen3MoeConfig,
-        transformers.Qwen3MoeForCausalLM,
+        "Qwen3Moe",
         {
             "num_key_value_heads": 2,
             "head_dim": 16,
@@ -79,8 +97,7 @@ CASES = (
     ),
     Case(
         "qwen3_moe-dense-layer-bias-shards",
-        transformers.Qwen3MoeConfig,
-        transformers.Qwen3MoeForCausalLM,
+        "Qwen3Moe",
         {
             "num_key_value_heads": 1,
             "head_dim": 32,
@@ -99,15 +116,13 @@ CASES = (
     ),
     Case(
         "olmoe",
-        transformers.OlmoeConfig,
-        transformers.OlmoeForCausalLM,
+        "Olmoe",
         {"num_experts": EXPERTS, "intermediate_size": 32, "num_key_value_heads": 2, "clip_qkv": 1.5},
         seed=1,
     ),
     Case(
         "mixtral",
-        transformers.MixtralConfig,
-        transformers.MixtralForCausalLM,
+        "Mixtral",
         {
             "num_local_experts": EXPERTS,
             "intermediate_size": 48,
@@ -117,8 +132,7 @@ CASES = (
     ),
     Case(
         "mixtral-tied-stacked",
-        transformers.MixtralConfig,
-        transformers.MixtralForCausalLM,
+        "Mixtral",
         {
             "num_local_experts": EXPERTS,
             "intermediate_size": 48,
@@ -129,8 +143,7 @@ CASES = (
     ),
     Case(
         "deepseek_v2-lite-yarn",
-        transformers.DeepseekV2Config,
-        transformers.DeepseekV2ForCausalLM,
+        "DeepseekV2",
         _MLA
         | {
             "q_lora_rank": None,
@@ -142,8 +155,7 @@ CASES = (
     ),
     Case(
         "deepseek_v2-groups",
-        transformers.DeepseekV2Config,
-        transformers.DeepseekV2ForCausalLM,
+        "DeepseekV2",
         _MLA
         | {
             "q_lora_rank": 20,
@@ -156,8 +168,7 @@ CASES = (
     ),
     Case(
         "deepseek_v3",
-        transformers.DeepseekV3Config,
-        transformers.DeepseekV3ForCausalLM,
+        "DeepseekV3",
         _MLA
         | {
             "q_lora_rank": 20,
@@ -171,8 +182,7 @@ CASES = (
     ),
     Case(
         "deepseek_v3-moonlight",
-        transformers.DeepseekV3Config,
-        transformers.DeepseekV3ForCausalLM,
+        "DeepseekV3",
         _MLA
         | {
             "q_lora_rank": None,
@@ -188,8 +198,7 @@ CASES = (
 # For GPUs: heads and groups that the attention kernel for Hopper takes.
 WIDE = Case(
     "qwen3_moe-wide-heads",
-    transformers.Qwen3MoeConfig,
-    transformers.Qwen3MoeForCausalLM,
+    "Qwen3Moe",
     {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,9 +77,7 @@ def _in_one_thread(make: Callable[[Case, Path], T], case: Case, folder: Path) ->
 @cache
 def _sources() -> tuple[str, ...]:
     """All that a checkpoint depends on."""
-    import transformers
-
     from tests.support.models import checkpoints, fp8
 
     files = (checkpoints.__file__, fp8.__file__, loading.__file__)
-    return (torch.__version__, transformers.__version__, *(Path(file).read_text() for file in files))
+    return (torch.__version__, version("transformers"), *(Path(file).read_text() for file in files))

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from ep_server.models.loading import Codes, widen
 from tests.support.models.checkpoints import VOCAB, Case, random_model
+
+if TYPE_CHECKING:
+    import transformers
 
 BLOCK = (128, 128)
 EXPERTS = 4  # all are chosen for every token: no rounding turns a choice
@@ -26,16 +29,14 @@ PROMPTS = (tuple((i * i * 31 + 35) % VOCAB for i in range(11)), (7, 91, 180))
 _SIZES = {"hidden_size": 256, "num_experts_per_tok": EXPERTS, "moe_intermediate_size": 160}
 GQA = Case(
     "qwen3_moe-fp8",
-    transformers.Qwen3MoeConfig,
-    transformers.Qwen3MoeForCausalLM,
+    "Qwen3Moe",
     _SIZES | {"num_key_value_heads": 2, "head_dim": 32, "num_experts": EXPERTS, "norm_topk_prob": True},
     scale=0.05,
     seed=151,
 )
 MLA = Case(
     "deepseek_v3-fp8",
-    transformers.DeepseekV3Config,
-    transformers.DeepseekV3ForCausalLM,
+    "DeepseekV3",
     _SIZES
     | {
         "num_key_value_heads": 4,

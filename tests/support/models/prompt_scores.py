@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 
 from ep_server.records import PromptLogprobs, StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
@@ -24,6 +23,8 @@ SEQUENCES = 2  # of each prompt, as one call asks for them
 
 def of_transformers(model: Tiny, prompt: Sequence[int]) -> torch.Tensor:
     """[prompt - 1, V] float32: of every token that could have come at position 1, 2 ..."""
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
     with torch.inference_mode():
         logits = reference(torch.tensor([list(prompt)])).logits[0, :-1]

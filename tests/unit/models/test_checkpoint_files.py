@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from ep_server.backends.torch_compute import TorchCompute
@@ -294,6 +293,8 @@ def test_what_is_not_a_file_is_not_taken_for_absent(tiny: Get, tmp_path: Path, n
 
 def test_a_single_file_counts_beside_an_index(tiny: Get, tmp_path: Path) -> None:
     """As in transformers, which is asked here."""
+    import transformers
+
     path = copied(tiny("qwen3_moe").path, tmp_path / "copy")
     stale = {name: values * 2 for name, values in load_file(path / SINGLE).items()}
     save_file(stale, path / "stale.safetensors")

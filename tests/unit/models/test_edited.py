@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from ep_server.backends.assembly import LoadParams, load_model
@@ -106,6 +105,8 @@ UNCHANGED = {"shared experts not mentioned", "a head that is the embedding"}  # 
 
 @pytest.mark.parametrize("case", EDITS)
 def test_an_edit_means_what_it_does_in_transformers(tiny: Get, case: str, tmp_path: Path) -> None:
+    import transformers
+
     name, change_config, change_tensors = EDITS[case]
     path = edited(tiny(name).path, tmp_path, change_config, change_tensors)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -144,6 +145,8 @@ def test_inspect_counts_the_head_that_is_used(
 def test_auto_is_the_dtype_of_the_tensors(
     tiny: Get, stored: str, expected: Dtype, how: str, tmp_path: Path
 ) -> None:
+    import transformers
+
     def cast(tensors: Tensors) -> None:
         for name, values in tensors.items():
             # The last one by name is what neither of us looks at.
@@ -167,6 +170,8 @@ def test_auto_is_the_dtype_of_the_tensors(
 
 def test_the_first_shard_names_the_dtype(tiny: Get, tmp_path: Path) -> None:
     """Of tensors in several dtypes, the first by name in the first shard."""
+    import transformers
+
     source = tiny("qwen3_moe").path
     tensors = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from ep_server.errors import CheckpointError, ContextLengthExceeded, InvalidArgument
 from ep_server.text.chat_template import ChatTemplate
@@ -16,12 +15,17 @@ from ep_server.text.tokenizer import Tokenizer
 from tests.support import tokenizers as made
 from tests.support.chat_templates import ALTERNATING, CALLS, PLAIN, TEMPLATES, TOOLS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 TOKENS = {"bos_token": "<s>", "eos_token": "<eos>"}
 ANY = 1 << 20  # bytes
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def oracle(template: str | dict[str, str]) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     inner = made.byte_level()
     inner.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>"])
     bos = inner.token_to_id("<s>")

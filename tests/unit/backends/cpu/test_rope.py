@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
 from ep_server.models.attention import adjacent_pairs, frequencies, rotate, rotation_table
 from ep_server.models.families.common import rope
@@ -48,6 +45,9 @@ TABLES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("theta", [10_000.0, 1e6])
 def test_frequencies(name: str, theta: float) -> None:
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     table = TABLES[name] | {"rope_theta": theta}
     shape = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
     config = transformers.Qwen3MoeConfig(
@@ -60,6 +60,8 @@ def test_frequencies(name: str, theta: float) -> None:
 
 
 def test_adjacent_pairs_rotate_like_halves() -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
+
     torch.manual_seed(0)
     spec = RopeSpec(16, 1e4, attention_factor=1.3)
     q, k = torch.randn(2, 1, 3, 9, 16)  # [batch, heads, T, dim]

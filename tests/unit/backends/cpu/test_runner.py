@@ -118,7 +118,7 @@ def test_fp8_dispatch_of_a_bfloat16_model(tmp_path: Any) -> None:
     from tests.support.models.checkpoints import CASES, random_model
 
     case = next(c for c in CASES if c.name == "qwen3_moe")
-    wide = type(case)(case.name, case.config, case.model, case.options | {"hidden_size": 128}, scale=0.1)
+    wide = type(case)(case.name, case.family, case.options | {"hidden_size": 128}, scale=0.1)
     random_model(wide, 3).save_pretrained(tmp_path)
     rows = {}
     for payload in (Payload.FP32, Payload.BF16, Payload.FP8):

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ep_server.backends.cpu import sampling_ops as ops
 from ep_server.backends.cpu.sampler import Sampler, UniformStream
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.records import NO_TOKEN, Request, SampledToken, Sampling, Stopping
+
+if TYPE_CHECKING:
+    import transformers as hf
 
 GREEDY = Sampling(temperature=0.0)
 SIZES = (1, 63, 64, 65, 300, 1024)
@@ -148,15 +141,17 @@ FILTERS = [
 ]
 
 
-def hf_filters(sampling: Sampling) -> LogitsProcessorList:
-    chain = [TemperatureLogitsWarper(sampling.temperature)]
+def hf_filters(sampling: Sampling) -> hf.LogitsProcessorList:
+    import transformers as hf
+
+    chain = [hf.TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k:
-        chain.append(TopKLogitsWarper(sampling.top_k))
+        chain.append(hf.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        chain.append(TopPLogitsWarper(sampling.top_p))
+        chain.append(hf.TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
-        chain.append(MinPLogitsWarper(sampling.min_p))
-    return LogitsProcessorList(chain)
+        chain.append(hf.MinPLogitsWarper(sampling.min_p))
+    return hf.LogitsProcessorList(chain)
 
 
 def our_probabilities(logits: torch.Tensor, settings: list[Sampling]) -> torch.Tensor:
@@ -234,12 +229,14 @@ PENALTIES = [
 
 @pytest.mark.parametrize("sampling", PENALTIES)
 def test_greedy_tokens_with_penalties_equal_transformers(sampling):
+    import transformers as hf
+
     vocab, prompt, eos = 90, (3, 17, 3, 41), 17
-    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
+    chain = hf.LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
     if sampling.logit_bias:
         finite = {(token,): max(bias, -1e9) for token, bias in sampling.logit_bias}
-        chain.append(SequenceBiasLogitsProcessor(finite))
-    chain.append(MinNewTokensLengthLogitsProcessor(len(prompt), 6, eos))
+        chain.append(hf.SequenceBiasLogitsProcessor(finite))
+    chain.append(hf.MinNewTokensLengthLogitsProcessor(len(prompt), 6, eos))
     sampler = sampler_of(
         vocab, request(0, sampling, prompt, min_new_tokens=6, eos_token_ids=frozenset([eos]))
     )
@@ -306,12 +303,14 @@ def test_a_stop_that_is_also_biased_is_still_masked():
 
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 def test_greedy_tokens_of_an_allowed_set_equal_transformers(penalty):
+    import transformers as hf
+
     vocab, prompt, eos, allowed = 90, (3, 17, 3, 41), 17, (2, 17, 40, 63, 89)
-    chain = LogitsProcessorList(
+    chain = hf.LogitsProcessorList(
         [
-            RepetitionPenaltyLogitsProcessor(penalty),
-            PrefixConstrainedLogitsProcessor(lambda _batch, _history: list(allowed), num_beams=1),
-            MinNewTokensLengthLogitsProcessor(len(prompt), 4, eos),
+            hf.RepetitionPenaltyLogitsProcessor(penalty),
+            hf.PrefixConstrainedLogitsProcessor(lambda _batch, _history: list(allowed), num_beams=1),
+            hf.MinNewTokensLengthLogitsProcessor(len(prompt), 4, eos),
         ]
     )
     sampling = Sampling(temperature=0.0, repetition_penalty=penalty, allowed_token_ids=allowed, logprobs=5)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from jinja2 import TemplateError
 from safetensors import safe_open
-from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 import ep_server
 from ep_server.cli.demo.sums import Sum, draw_held_out, parse_answer
@@ -48,6 +47,8 @@ def test_spaces_and_leading_zeros_do_not_matter(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_template_asks_the_last_sum(tokenizer: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
     transformer = AutoTokenizer.from_pretrained(MODEL)
     earlier = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
     for question in ("7 + 12", " 7 + 12 = "):
@@ -69,6 +70,8 @@ def test_answers_stream_as_text(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_adds_and_subtracts_pairs_kept_out_of_training(tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
     torch.set_num_threads(1)
     model = Qwen3MoeForCausalLM.from_pretrained(MODEL, dtype=dtype)
     hard = [
