@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -90,15 +91,21 @@ async def test_prompt_logprobs_are_those_of_transformers(demo: Demo, overrides: 
 
 
 async def test_steps_are_those_of_the_trace(demo: Demo) -> None:
-    """A token drawn alone is of one step of its rank, and the next token of the next step."""
+    """A token drawn alone is of one step of its rank, and the next token of the next step.
+
+    A busy machine reads tokens of several steps at once: they are one message, of the last step.
+    """
     call = demo.client.generate(PROMPT[:20], dp_rank=1, max_new_tokens=6, ignore_eos=True, timeout=WAIT)
-    steps = [event.tokens.step async for event in call if event.HasField("tokens")]
-    assert steps == list(range(steps[0], steps[0] + 6))
+    found = [event.tokens async for event in call if event.HasField("tokens")]
+    first = found[0].step - len(found[0].token_ids) + 1
+    steps = list(range(first, first + 6))
+    counts = accumulate(len(tokens.token_ids) for tokens in found)
+    assert [tokens.step for tokens in found] == [steps[count - 1] for count in counts]
     traced: dict[int, int] = {}
     async with asyncio.timeout(WAIT):  # ranks report when they park
         while steps[-1] not in traced:
-            found = (await demo.client.diagnostics()).steps
-            traced = {trace.step: trace.tokens for trace in found if trace.rank == 1}
+            traces = (await demo.client.diagnostics()).steps
+            traced = {trace.step: trace.tokens for trace in traces if trace.rank == 1}
             await asyncio.sleep(0.01)
     assert [traced[step] for step in steps] == [20, 1, 1, 1, 1, 1]
 
