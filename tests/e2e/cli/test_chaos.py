@@ -7,7 +7,7 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from ep_server.v1 import control_pb2
 from tests.support.cluster.nodes import nodes
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import serving
+from tests.support.ranks.zygote import forking
 
 WAIT = 240.0
 # Blocks for a rank that was lost meanwhile are held until they expire.
@@ -41,6 +42,13 @@ WAIT = 240.0
 SELDOM = ["--every", "2"]
 HANDOFF = {"exchange__timeout_seconds": 5.0, "handoff__hold_seconds": 5.0}
 LOAD = ["--streams", "7", "--prompt-tokens", "2", "60", "--max-new-tokens", "60", "--every", "0.2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_are_forks() -> Iterator[None]:
+    """Ranks are lost and started all the time."""
+    with forking():
+        yield
 
 
 @asynccontextmanager
