@@ -23,7 +23,7 @@ from ep_server.models.dummy import DummyReader
 from ep_server.models.experts import SlotMove, load_slots
 from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.footprint import footprint
-from ep_server.models.kv_cache import KvCache
+from ep_server.models.kv_cache import KvCache, Zeros
 from ep_server.models.layers import ModelWeights
 from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader, TensorSource
 from ep_server.models.moe import UniformRouting
@@ -114,9 +114,10 @@ class RankModel:
         kv_blocks: int,
         block_size: int,
         masks: Masks | None = None,
+        make: Zeros | None = None,
     ) -> ModelRunner:
-        """Allocates the KV cache and joins the parts. masks: see ModelRunner."""
-        cache = KvCache(self.spec, kv_blocks, block_size, TORCH[self.kv_dtype], self.compute.device)
+        """Allocates the KV cache and joins the parts. masks: see ModelRunner. make: see KvCache."""
+        cache = KvCache(self.spec, kv_blocks, block_size, TORCH[self.kv_dtype], self.compute.device, make)
         params = DecoderParams(
             self.spec,
             self.weights,

@@ -94,10 +94,10 @@ class GroupEvents:
         if self._active:
             self._listener.on_running(self._numbers[rank], sequences)
 
-    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
+    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0, copied: int = 0) -> None:
         """As RankListener.on_begun."""
         if self._active:
-            self._listener.on_begun(self._numbers[rank], numbers, adding)
+            self._listener.on_begun(self._numbers[rank], numbers, adding, copied)
 
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """As RankListener.on_kv_events."""
@@ -266,6 +266,9 @@ class ClusterRanks:
         if self._preparing is not None:
             self._preparing.cancel()
             self._changed.set()
+
+    def forget_lost(self) -> None:
+        """All ranks start again after a loss, with nothing of the lost ones."""
 
     def order(self, order: RankOrder, number: int) -> None:
         """As Ranks.order."""

@@ -71,7 +71,7 @@ class Delivery:
         self.group: GroupState | None = None  # where ranks outlive the loss of others
         self.orders = RankOrders(ranks)
         self.kv_events = KvEvents(ranks)
-        self.phases = RecoveryPhases(observer, clock)
+        self.phases = RecoveryPhases(observer, clock, ranks.forget_lost)
         self._ranks = ranks
         self._requests = requests
         self._observer = observer
@@ -128,9 +128,10 @@ class Delivery:
         """Keeps how many sequences a rank runs."""
         self._requests.ranks[rank].admitted = sequences
 
-    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
+    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0, copied: int = 0) -> None:
         """From now on, these requests may be why the rank is lost."""
         self._requests.begin(rank, numbers, adding)
+        self.phases.copied += copied
 
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """Passes changes of a rank's prefix cache to the subscribers."""
@@ -252,7 +253,7 @@ class Delivery:
                 if self._requests.with_number(number) is None:  # it ended while the ranks regrouped
                     self._ranks.cancel(rank, number)
         waiting = [active for active in self._requests if not active.submitted]
-        self.phases.resumed(active.request.number for active in waiting if active.output_tokens)
+        self.phases.resumed(waiting)
         for active in sorted(waiting, key=lambda active: active.request.number):
             if active.suspected > MAX_LOSSES:
                 why = f"{self.lost_message}; {active.suspected} ranks were lost while they worked on it"
@@ -308,8 +309,7 @@ class Delivery:
             self._observer.on_token_gap(gap)
         active.last_at = now
         active.losses = active.suspected = 0
-        if self.phases.continuing:
-            self.phases.token(active.request.number)
+        self.phases.token(active.request.number)
         active.output.append(event.token_id)
         self._requests.grew(active)
         at_rank = event.finish is None

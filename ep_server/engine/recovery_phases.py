@@ -8,29 +8,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.observer import EngineObserver, RecoveryPhase
 
 log = logging.getLogger(__name__)
 
 
 class RecoveryPhases:
-    """The phases of the newest recovery."""
+    """The phases of the newest recovery. copied: tokens of it whose KV came from memory of the lost ranks."""
 
-    def __init__(self, observer: EngineObserver, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, observer: EngineObserver, clock: Callable[[], float], settled: Callable[[], None]
+    ) -> None:
+        """settled: called once every request that the ranks were given again has a token or has ended."""
         self._observer = observer
         self._clock = clock
+        self._settled = settled
+        self.copied = 0
         self._lost_at = self._served_at = 0.0
-        self._continuing: set[int] = set()  # numbers of the requests without a token since
+        self._down = False  # a rank is lost, and requests are yet to be given again
+        self._given: set[int] = set()  # numbers of requests without a token since; of earlier losses too
+        self._continuing: set[int] = set()  # of these, those of the newest loss that had tokens
+        self._tokens = 0  # of prompts and outputs of all that continue
         self._no_token = False
-
-    @property
-    def continuing(self) -> bool:
-        """Requests of the newest loss have no token since."""
-        return bool(self._continuing)
 
     def lost(self, seconds: float | None) -> None:
         """A rank was lost. seconds: since the first sign of it; None = ranks regroup, and none is lost."""
         self._lost_at = self._clock()
+        self._down = True
         self._continuing.clear()
         if seconds is not None:
             self._end(RecoveryPhase.DETECT, seconds)
@@ -41,13 +46,21 @@ class RecoveryPhases:
         self._end(RecoveryPhase.LOAD, load_seconds)
         self._end(RecoveryPhase.REGROUP, self._served_at - self._lost_at)
 
-    def resumed(self, numbers: Iterable[int]) -> None:
-        """Requests with tokens that the ranks were given to continue."""
-        self._continuing = set(numbers)
+    def resumed(self, given: Iterable[ActiveRequest]) -> None:
+        """Requests that the ranks are given again."""
+        requests = list(given)
+        continuing = [active for active in requests if active.output_tokens]
+        self._given |= {active.request.number for active in requests}
+        self._continuing = {active.request.number for active in continuing}
+        self._tokens = sum(len(active.request.prompt_ids) + active.output_tokens for active in continuing)
+        self.copied = 0
         self._no_token = True
+        self._down = False
+        if not self._given:
+            self._settled()
 
     def token(self, number: int) -> None:
-        """A request has a token, the first since the loss."""
+        """A request has a token."""
         if self._no_token and number in self._continuing:
             self._no_token = False
             self._end(RecoveryPhase.FIRST_TOKEN, self._clock() - self._lost_at)
@@ -59,6 +72,12 @@ class RecoveryPhases:
             self._continuing.discard(number)
             if not self._continuing:
                 self._end(RecoveryPhase.PREFILL, self._clock() - self._served_at)
+                text = "recovery: of %d tokens to run again, %d came from memory of the lost ranks"
+                log.info(text, self._tokens, self.copied)
+        if number in self._given:
+            self._given.discard(number)
+            if not self._given and not self._down:
+                self._settled()
 
     def _end(self, phase: RecoveryPhase, seconds: float) -> None:
         log.info("recovery: %s took %.3f s", phase, seconds)

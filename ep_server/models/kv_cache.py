@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,6 +90,9 @@ class LayerProgress:
         return layers if current == step else 0
 
 
+Zeros = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+
+
 class KvCache:
     """All layers. `blocks` counts usable blocks, ids 0 .. blocks - 1."""
 
@@ -99,11 +103,15 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        make: Zeros | None = None,
     ) -> None:
+        """make: where its memory comes from; called for the parts in their order."""
         self.blocks, self.block_size = blocks, block_size
         self.progress: StepProgress = LayerProgress()
         device = device or torch.device("cpu")
-        self.layers = tuple(_layer(spec, blocks, block_size, dtype, device) for _ in range(spec.num_layers))
+        self.layers = tuple(
+            _layer(spec, blocks, block_size, dtype, device, make or zeros) for _ in range(spec.num_layers)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -117,13 +125,13 @@ class KvCache:
 
 
 def _layer(
-    spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, make: Zeros
 ) -> KvLayer:
     a = spec.attention
     if isinstance(a, GqaSpec):
         shape = (blocks, block_size, a.kv_heads, a.head_dim)
-        return KvLayer(zeros(shape, dtype, device), zeros(shape, dtype, device), a.head_dim)
-    latent = zeros((blocks, block_size, 1, a.kv_lora + a.rope_dim), dtype, device)
+        return KvLayer(make(shape, dtype, device), make(shape, dtype, device), a.head_dim)
+    latent = make((blocks, block_size, 1, a.kv_lora + a.rope_dim), dtype, device)
     return KvLayer(latent, None, a.kv_lora)
 
 

@@ -61,6 +61,10 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "kernels_compiled": ("kernels_compiled", "Kernels compiled during traffic, each while a step waited."),
     "kv_saved_bytes": ("kv_host_saved_bytes", "Bytes of KV blocks copied to the host tier."),
     "kv_loaded_bytes": ("kv_host_loaded_bytes", "Bytes of KV blocks that came back from the host tier."),
+    "kv_lost_tokens": (
+        "recovery_copied_tokens",
+        "Tokens that were not run again after the loss of a rank: their KV came from its memory.",
+    ),
     "handoff_ns": ("kv_handoff_seconds", "Time that KV blocks took to arrive from other servers."),
     "moe_layers": ("moe_layers", "MoE layers whose time was measured."),
     "moe_layer_ns": ("moe_layer_seconds", "Time of these layers, from router to residual, as ranks saw it."),

@@ -14,6 +14,21 @@ from ep_server.v1 import rank_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchTiming:
+    """Durations in seconds.
+
+    start_stall: longest silence of a loading rank. settle: from the first sign of a loss to its report,
+    to collect the signs that name the cause. grace: for the last step at stop(); then SIGTERM, after
+    `term` SIGKILL, and after `kill` the process is left to the kernel."""
+
+    start_stall: float = 300.0
+    settle: float = 0.1
+    grace: float = 5.0
+    term: float = 1.0
+    kill: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """start_stall, grace, kill: see LaunchTiming. answer: for a rank to regroup."""
 

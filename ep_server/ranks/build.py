@@ -35,6 +35,7 @@ from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.experts import RankExperts
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.handoff.desk import HandoffDesk
+from ep_server.ranks.lost_kv import LostKv
 from ep_server.ranks.messages import placement_of
 from ep_server.ranks.modes import ExchangeModes
 from ep_server.ranks.new_weights import WeightsInPlace
@@ -74,6 +75,7 @@ class RankParts:
     """A rank that is ready to step. copier: of the host tier. new_weights, experts: see OrderDesk.
 
     handoff: with ranks of other servers. filler: of the host shadow; runs until close().
+    lost_kv: KV blocks of lost ranks.
     """
 
     exchange: Exchange
@@ -86,6 +88,7 @@ class RankParts:
     profiler: StepProfiler
     new_weights: Callable[[str, int], Change]
     handoff: HandoffDesk
+    lost_kv: LostKv
     copier: KvCopier = field(default_factory=NoCopies)
     experts: RankExperts | None = None
     filler: ShadowFiller | None = None
@@ -174,6 +177,7 @@ def build_rank(
         StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
         WeightsInPlace(model, params, scheduler, built.runner, experts, shadow, filler).change,
         handoff,
+        LostKv(scheduler.lost, built.shared, limits.block_size),
         built.copier,
         experts,
         filler,

@@ -15,6 +15,7 @@ import torch
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.cpu.sampler import Sampler
+from ep_server.backends.cpu.shared_kv import SharedKv
 from ep_server.backends.kv_copies import CpuCopies, NoCopies
 from ep_server.backends.kv_rows import CpuRows
 from ep_server.backends.masks import Masks
@@ -26,6 +27,7 @@ from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.exchange.factory import needs_cuda_build
 from ep_server.models.compute import Compute
 from ep_server.models.families import read_spec
+from ep_server.models.kv_memory import KvMemoryLayout
 from ep_server.models.sizes import context_limit
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import (
@@ -66,14 +68,18 @@ class CpuDevice:
 
     def build(self, model: RankModel, exchange: Exchange, masks: Masks) -> Built:
         """As Device.build."""
-        blocks = self._start.kv_blocks
-        runner = model.runner(
-            exchange, Sampler(model.spec.vocab_size), blocks, self._config.scheduler.block_size, masks
-        )
+        blocks, size = self._start.kv_blocks, self._config.scheduler.block_size
+        shared = None
+        if self._start.HasField("kv_fd"):
+            layout = KvMemoryLayout.of(model.spec, blocks, size, model.kv_dtype)
+            shared = SharedKv(layout, self._start.kv_fd, self._start.kv_place)
+        make = None if shared is None else shared.zeros
+        runner = model.runner(exchange, Sampler(model.spec.vocab_size), blocks, size, masks, make)
         slots = host_blocks(self._config, model.spec)
         copier = CpuCopies(runner.kv_cache, slots) if slots else NoCopies()
         rows = CpuRows(runner.kv_cache)
-        return Built(runner, blocks, exchange.capabilities.memory_bytes, rows, copier=copier)
+        exchange_bytes = exchange.capabilities.memory_bytes
+        return Built(runner, blocks, exchange_bytes, rows, copier=copier, shared=shared)
 
     def prepare(self, progress: Progress) -> None:
         """Measures how steps should use the exchange."""

@@ -17,7 +17,7 @@ from ep_server.errors import EpServerError, StartupError, Unavailable
 from ep_server.orders import DropChange, PrepareGeneration, SwitchChange
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing, ended
-from ep_server.ranks.messages import placement_message
+from ep_server.ranks.order_messages import regroup_message
 from ep_server.ranks.own_orders import OwnOrders
 from ep_server.ranks.process import RankCallbacks
 from ep_server.ranks.protocol import GroupState, RankListener, Restarted
@@ -128,7 +128,7 @@ class Generations:
             fresh = lost_ranks(signs) & self.live
             self.count(signs, fresh)
             left_over = set(board.processes) - self._joining - (self.live - dead)
-            await self._end(fresh | left_over)
+            await self._end(fresh | left_over, fresh)
             for rank in fresh:
                 self._replacing.report_lost(rank, self.generation)
             dead |= fresh
@@ -198,17 +198,17 @@ class Generations:
     def _regroup(
         self, rank: int, live: Iterable[int], placement: Placement | None, kept: Iterable[int]
     ) -> None:
-        order = pb.Regroup(
-            generation=self.generation,
-            work_number=self._board.work_number,
-            kept=kept,
-            live=sorted(live),
-            placement=None if placement is None else placement_message(placement),
-        )
-        self._board.send(rank, pb.ToRank(regroup=order))
+        number, lost = self._board.work_number, self._replacing.lost_kv
+        self._board.send(rank, regroup_message(self.generation, number, live, placement, kept, lost))
 
-    async def _end(self, ranks: Collection[int]) -> None:
-        """Ends processes, which may still hold memory then, and reads their channels to the end."""
+    def forget_lost(self) -> None:
+        """As Ranks.forget_lost."""
+        if self._replacing.forget_lost():
+            for rank in self.live:
+                self._board.send(rank, pb.ToRank(forget_lost=pb.ForgetLost()))
+
+    async def _end(self, ranks: Collection[int], lost: Collection[int] = ()) -> None:
+        """Ends processes and reads their channels to the end; memory follows. lost: see leave_kv()."""
         old = [self._board.processes[rank] for rank in sorted(ranks) if rank in self._board.processes]
         self._ending |= set(ranks)
         for process in old:
@@ -223,6 +223,7 @@ class Generations:
             process.close()
             self._board.processes.pop(process.rank, None)
             self._board.ready.pop(process.rank, None)
+            self._replacing.leave_kv(process.rank, lost=process.rank in lost)
         self._ending.difference_update(ranks)
         self._joining.difference_update(ranks)
 

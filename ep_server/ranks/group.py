@@ -20,6 +20,7 @@ from ep_server.exchange.spec import DeviceMemory, group_bytes
 from ep_server.models.families import ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
+from ep_server.models.kv_memory import KvMemoryLayout
 from ep_server.models.shadow import ShadowLayout
 from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.ranks.gpu_memory import least_free_memory
@@ -52,7 +53,7 @@ class GroupPlan:
     weight_bytes: by rank, over all hosts, empty slots included.
     spares: expert slots. placement: of experts in slots; None where they stay.
     unused: names unused parts of the checkpoint; empty if none.
-    shadow: of experts in host memory, if there is one.
+    shadow: of experts in host memory, if there is one. kv: of a KV cache in host memory.
     """
 
     exchange: ExchangeSpec
@@ -63,6 +64,7 @@ class GroupPlan:
     placement: Placement | None = None
     unused: str = ""
     shadow: ShadowLayout | None = None
+    kv: KvMemoryLayout | None = None
 
 
 def plan_group(config: Config, available: int | None = None) -> GroupPlan:
@@ -122,7 +124,8 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     processes = ranks + standby_processes(config)
     host = ranks * host_bytes(config, spec) if packed else 0  # a GPU's memory holds none of it
     fixed = _fixed_bytes(config, spec, exchange, packed=packed)
-    block = kv_block_bytes(spec, scheduler.block_size, cache_dtype(dtype, config.model.kv_dtype))
+    cached = cache_dtype(dtype, config.model.kv_dtype)
+    block = kv_block_bytes(spec, scheduler.block_size, cached)
     blocks = scheduler.kv_blocks
     if not blocks:
         share = max(0, available - fixed) * scheduler.kv_fraction
@@ -139,7 +142,8 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
             f"{_gib(available)} of memory available"
             + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
         )
-    return GroupPlan(exchange, blocks, threads, weights, spares, placement, shadow=shadow)
+    kv = KvMemoryLayout.of(spec, blocks, scheduler.block_size, cached)
+    return GroupPlan(exchange, blocks, threads, weights, spares, placement, shadow=shadow, kv=kv)
 
 
 def _fixed_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, packed: bool) -> int:

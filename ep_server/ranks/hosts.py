@@ -18,6 +18,7 @@ from typing import Protocol
 from ep_server.config import Config
 from ep_server.exchange.factory import replaces_ranks, segment_spec
 from ep_server.exchange.segment import create_host_share, create_segment, report_lost
+from ep_server.models.kv_memory import KvMemory
 from ep_server.models.shadow import create_shadow
 from ep_server.ranks.group import (
     GroupPlan,
@@ -123,6 +124,19 @@ class Replacing(Protocol):
         """Ends what the other ranks wait for in a generation. The process of `rank` has ended."""
         ...
 
+    @property
+    def lost_kv(self) -> Sequence[int]:
+        """As KvMemory.lost; empty where KV caches do not outlive their ranks."""
+        ...
+
+    def leave_kv(self, rank: int, *, lost: bool) -> None:
+        """The process of a rank has ended. lost: others copy from its KV cache, until forget_lost()."""
+        ...
+
+    def forget_lost(self) -> bool:
+        """Frees the KV caches of lost ranks. Returns: whether there were any."""
+        ...
+
     async def close(self) -> None:
         """Gives back what replace() needs; idempotent."""
         ...
@@ -132,17 +146,19 @@ class Replacing(Protocol):
 class SharedMemory:
     """Descriptors that the ranks of one host inherit. bells: one per rank, if there are other hosts.
 
-    shadow: of experts, see models/shadow.py.
+    shadow: of experts, see models/shadow.py. kv: of KV caches, where it outlives the ranks.
     """
 
     segment: int
     bells: tuple[int, ...] = ()
     shadow: int | None = None
+    kv: KvMemory | None = None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All of them."""
-        return (self.segment, *self.bells, *(() if self.shadow is None else (self.shadow,)))
+        kv = None if self.kv is None else self.kv.fd
+        return (self.segment, *self.bells, *(fd for fd in (self.shadow, kv) if fd is not None))
 
 
 class OneHost:
@@ -215,10 +231,30 @@ class OneHost:
         if self._shared is not None:
             report_lost(self._shared.segment, rank, generation)
 
+    @property
+    def _kv(self) -> KvMemory | None:
+        return None if self._shared is None else self._shared.kv
+
+    @property
+    def lost_kv(self) -> Sequence[int]:
+        """As Replacing.lost_kv."""
+        return () if self._kv is None else tuple(self._kv.lost)
+
+    def leave_kv(self, rank: int, *, lost: bool) -> None:
+        """As Replacing.leave_kv."""
+        if self._kv is not None:
+            self._kv.leave(rank, lost=lost)
+
+    def forget_lost(self) -> bool:
+        """As Replacing.forget_lost."""
+        return self._kv is not None and self._kv.forget_lost()
+
     async def close(self) -> None:
         """As Replacing.close."""
         await self._standby.close()
         shared, self._shared = self._shared, None
+        if shared is not None and shared.kv is not None:
+            shared.kv.finish()
         for fd in shared.descriptors if shared else ():
             os.close(fd)
 
@@ -322,8 +358,12 @@ def _share(local: LocalRanks) -> SharedMemory:
     config, spec = local.config, local.plan.exchange
     if config.cluster.nodes == 1:
         segment = create_segment(segment_spec(topology_of(config, spec), spec))
-        shadow = local.plan.shadow
-        return SharedMemory(segment, shadow=None if shadow is None else create_shadow(shadow))
+        shadow, kv = local.plan.shadow, local.plan.kv if local.outlive else None
+        return SharedMemory(
+            segment,
+            shadow=None if shadow is None else create_shadow(shadow),
+            kv=None if kv is None else KvMemory(kv),
+        )
     share = create_host_share(spec, hosts_of(config), config.cluster.node_rank)
     return SharedMemory(share.fd, share.bells)
 
@@ -344,6 +384,8 @@ def _start(
         outlives=local.outlive,
         weights_version=local.weights,
         shadow_fd=shared.shadow,
+        kv_fd=None if shared.kv is None else shared.kv.fd,
+        kv_place=0 if shared.kv is None else shared.kv.take(rank),
     )
 
 

@@ -13,14 +13,13 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
 from ep_server.errors import InternalError, RankLost, StartupError, Unavailable, WrongState
 from ep_server.orders import PreparePlacement, RankOrder, SwitchChange
-from ep_server.ranks.board import Board, Timing
+from ep_server.ranks.board import Board, LaunchTiming, Timing
 from ep_server.ranks.generations import Generations
 from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, ended
 from ep_server.ranks.messages import (
@@ -49,21 +48,6 @@ SETTLE_SEVERAL = 0.5  # seconds between the signs of one loss from several hosts
 SETTLE_PLAIN = 0.1  # after a sign that nothing else explains
 
 SESSION_BITS = 17  # of a group over several hosts: as many as a greeting of its ranks carries
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchTiming:
-    """Durations in seconds.
-
-    start_stall: longest silence of a loading rank. settle: from the first sign of a loss to its report,
-    to collect the signs that name the cause. grace: for the last step at stop(); then SIGTERM, after
-    `term` SIGKILL, and after `kill` the process is left to the kernel."""
-
-    start_stall: float = 300.0
-    settle: float = 0.1
-    grace: float = 5.0
-    term: float = 1.0
-    kill: float = 10.0
 
 
 class RankProcesses:
@@ -201,6 +185,11 @@ class RankProcesses:
         self._hosts.use_weights(path, version)
         if self._generations is not None:
             self._generations.weights_changed()
+
+    def forget_lost(self) -> None:
+        """As Ranks.forget_lost."""
+        if self._generations is not None:
+            self._generations.forget_lost()
 
     def order(self, order: RankOrder, number: int) -> None:
         """As Ranks.order. A switch has a work number, as it wakes parked ranks."""
@@ -391,7 +380,8 @@ class RankProcesses:
 def _report_requests(listener: RankListener, rank: int, message: pb.FromRank) -> None:
     kind = message.WhichOneof("kind")
     if kind == "begun":
-        listener.on_begun(rank, message.begun.numbers, message.begun.adding)
+        begun = message.begun
+        listener.on_begun(rank, begun.numbers, begun.adding, begun.copied)
     elif kind == "freed":
         listener.on_freed(rank, message.freed.number)
     else:

@@ -21,7 +21,7 @@ class RankMembership:
     def __init__(self, parts: RankParts) -> None:
         """parts.experts is None where they stay, so that all ranks take part."""
         self._exchange, self._experts = parts.exchange, parts.experts
-        self._overlap, self._modes = parts.overlap, parts.modes
+        self._overlap, self._modes, self._lost_kv = parts.overlap, parts.modes, parts.lost_kv
         membership = parts.exchange.membership
         self._lead(range(parts.exchange.spec.num_ranks) if membership is None else membership.live)
 
@@ -34,6 +34,7 @@ class RankMembership:
         placement = placement_of(order.placement) if order.HasField("placement") else None
         if self._experts is not None and placement is not None:
             self._experts.load(placement, idle=True)
+        self._lost_kv.offer(order.lost_kv)
         seconds = time.monotonic() - began
         self.enter(order.generation, order.live, placement)
         done = pb.Regrouped(generation=order.generation, load_seconds=seconds)

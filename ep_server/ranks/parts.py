@@ -10,6 +10,7 @@ import numpy as np
 
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import RunnerStatistics
+from ep_server.backends.cpu.shared_kv import SharedKv
 from ep_server.backends.kv_copies import KvCopier, NoCopies
 from ep_server.backends.kv_rows import KvRows
 from ep_server.backends.masks import Masks
@@ -108,7 +109,7 @@ class Built:
     """A runner and the cache it has. exchange_bytes: of this rank. attention: kernels of a GPU, by name.
 
     copier: the host tier's; NoCopies if there is none. rows: of the cache, for hand-offs.
-    step_sizes: as SchedulerLimits.step_sizes.
+    step_sizes: as SchedulerLimits.step_sizes. shared: where the cache outlives the rank.
     """
 
     runner: AnyRunner
@@ -118,6 +119,7 @@ class Built:
     attention: str = ""
     copier: KvCopier = field(default_factory=NoCopies)
     step_sizes: tuple[int, ...] = ()
+    shared: SharedKv | None = None
 
 
 class Device(Protocol):

@@ -75,10 +75,11 @@ class RankListener(Protocol):
         """Sequences that a rank runs now, in prefill or decode; after a step that changed their number."""
         ...
 
-    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
+    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0, copied: int = 0) -> None:
         """Requests that are in a step of a rank for the first time since submit(); before it runs.
 
         adding: the request that it puts into its queue, until the next call for this rank; 0 = none.
+        copied: tokens whose KV the rank has copied from memory of lost ranks since the last call.
         """
         ...
 
@@ -181,6 +182,10 @@ class Ranks(Protocol):
 
     def use_weights(self, path: str, version: int) -> None:
         """Ranks that start from now on load these weights."""
+        ...
+
+    def forget_lost(self) -> None:
+        """No request needs the KV blocks of lost ranks any more: each has a token again, or has ended."""
         ...
 
     def order(self, order: RankOrder, number: int) -> None:

@@ -78,6 +78,10 @@ class RestartingRanks:
         self._weights = path, version
         self.group.use_weights(path, version)
 
+    def forget_lost(self) -> None:
+        """As Ranks.forget_lost."""
+        self.group.forget_lost()
+
     def order(self, order: RankOrder, number: int) -> None:
         """As Ranks.order."""
         self.group.order(order, number)

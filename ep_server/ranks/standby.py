@@ -141,8 +141,8 @@ def receive(start: pb.Start) -> None:
     """In a process that was on standby: fills in the descriptors of its group. Raises: StartupError."""
     if not start.HasField("handover"):
         return
-    bells = len(start.bells)
-    wanted = 1 + bells + start.HasField("shadow_fd")
+    bells, memories = len(start.bells), [name for name in ("shadow_fd", "kv_fd") if start.HasField(name)]
+    wanted = 1 + bells + len(memories)
     with socket.socket(fileno=start.handover) as inherited:
         inherited.settimeout(RECEIVE_SECONDS)
         try:
@@ -155,6 +155,6 @@ def receive(start: pb.Start) -> None:
         raise StartupError(f"{len(found)} descriptors were handed over, {wanted} are needed")
     start.exchange_fd, *rest = found
     start.bells[:] = rest[:bells]
-    if start.HasField("shadow_fd"):
-        start.shadow_fd = rest[bells]
+    for name, fd in zip(memories, rest[bells:], strict=True):
+        setattr(start, name, fd)
     start.ClearField("handover")

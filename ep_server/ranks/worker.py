@@ -62,14 +62,17 @@ class RankWorker:
         self._outlives = outlives
         self._regroup: pb.Regroup | None = None
         self._exchange, self._runner, self._scheduler = parts.exchange, parts.runner, parts.scheduler
-        self._masks, self._copier, self._handoff = parts.masks, parts.copier, parts.handoff
+        self._masks, self._copier = parts.masks, parts.copier
+        self._handoff, self._lost_kv = parts.handoff, parts.lost_kv
         self._held: set[int] = set()  # requests whose mask was late
         self._channel, self._clock, self._voter = channel, clock, Voter()
         self._overlap, self._modes, self._profiler = parts.overlap, parts.modes, parts.profiler
         limits = parts.scheduler.limits
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
-        self._cache = self._cache_reporter()
+        self._cache = CacheReporter(
+            parts.ready.rank, parts.scheduler, lambda batch: self._send(kv_events_message(batch)), time.time
+        )
         self._membership = RankMembership(parts)
         self._desk = OrderDesk(parts, self._enter)
         self._changes = self._desk.changes
@@ -126,8 +129,7 @@ class RankWorker:
         self._forget_freed()
         if self._profiler.running:
             self._profiler.stop()
-        self._cache.watch(on=False)
-        self._cache = self._cache_reporter()  # whoever subscribes next counts from 1
+        self._cache.restart()
         regrouped = self._membership.regroup(order)
         self._runner.drop_steps()
         self._voter = Voter(order.generation, max(order.work_number, self._voter.last_work))
@@ -155,11 +157,6 @@ class RankWorker:
     def _forget_freed(self) -> None:
         for number in self._scheduler.freed():  # those cancelled during a lost step too
             self._drop(number)
-
-    def _cache_reporter(self) -> CacheReporter:
-        return CacheReporter(
-            self._meter.rank, self._scheduler, lambda batch: self._send(kv_events_message(batch)), time.time
-        )
 
     def step(self) -> bool:
         """One step with all other ranks; False once it was the last.
@@ -211,10 +208,11 @@ class RankWorker:
 
     def _plan(self) -> StepBatch:
         """The next step. The copies that precede it have begun."""
-        self._scheduler.loaded(self._copier.loaded() + self._handoff.before_plan())
+        elsewhere = self._handoff.before_plan() + self._lost_kv.before_plan()
+        self._scheduler.loaded(self._copier.loaded() + elsewhere)
         batch = self._scheduler.plan(self._voter.elsewhere)
         if begun := self._meter.began(batch, self._clock()):  # before what such a request may break
-            self._send(pb.FromRank(begun=pb.Begun(numbers=begun)))
+            self._send(pb.FromRank(begun=pb.Begun(numbers=begun, copied=self._lost_kv.take_copied())))
         self._handoff.after_plan()
         if (moves := self._scheduler.moves()) is not None:
             self._copier.start(moves)
@@ -326,6 +324,8 @@ class RankWorker:
             elif kind == "regroup":
                 self._regroup = message.regroup
                 self._keep(set(message.regroup.kept))
+            elif kind == "forget_lost":
+                self._lost_kv.forget()
             elif kind == "shutdown":
                 self._stop = True
             else:
@@ -392,8 +392,8 @@ class RankWorker:
 
     def _report(self) -> None:
         self._reported = self._clock()
-        counters = self._copier.counters() | self._handoff.counters() | self._modes.counters()
-        parts = self._exchange.statistics(), self._runner.statistics(), counters
+        kv = self._copier.counters() | self._handoff.counters() | self._lost_kv.counters()
+        parts = self._exchange.statistics(), self._runner.statistics(), kv | self._modes.counters()
         self._send(statistics_message(self._meter.gather(self._scheduler.load(), *parts)))
 
     def _send(self, message: pb.FromRank) -> None:

@@ -46,6 +46,11 @@ class CacheReporter:
         if on:
             self._send_snapshot()
 
+    def restart(self) -> None:
+        """Reports nothing. Whoever watches next counts from 1."""
+        self.watch(on=False)
+        self._sent = 0
+
     def publish(self) -> None:
         """Sends the changes since the last call, if there are any."""
         if self.watched and (events := self._scheduler.cache_events()):

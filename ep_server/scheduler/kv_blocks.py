@@ -14,6 +14,7 @@ from hashlib import blake2b
 from ep_server.errors import InternalError
 from ep_server.records import KvBlocksStored
 from ep_server.scheduler.kv_events import KvEventLog, Prefix, contents
+from ep_server.scheduler.lost_blocks import LostBlocks
 
 DIGEST_BYTES = 16  # 128 bits: neither accidental nor searched-for collisions
 
@@ -24,9 +25,10 @@ def root_digest(cache_salt: str, weights: int = 0) -> bytes:
     return blake2b(salt, digest_size=DIGEST_BYTES, salt=version).digest()
 
 
-def private_root(group: int) -> bytes:
+def private_root(request_id: str, weights: int = 0) -> bytes:
     """As root_digest(), for sequences of one request that share with nobody else."""
-    return blake2b(group.to_bytes(8), digest_size=DIGEST_BYTES, person=b"group").digest()
+    name, version = request_id.encode("utf-8", "surrogatepass"), weights.to_bytes(8, "little")
+    return blake2b(name, digest_size=DIGEST_BYTES, salt=version, person=b"request").digest()
 
 
 def block_digests(parent: bytes, token_ids: Sequence[int], size: int) -> list[bytes]:
@@ -55,6 +57,7 @@ class BlockLedger:
         self._prefix_of: list[Prefix | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self.log: KvEventLog | None = None  # None: nobody watches the index
+        self.lost = LostBlocks()
 
     def __repr__(self) -> str:
         return f"BlockLedger(used={self.used}, cached={self.cached}, total={self.num_blocks})"
@@ -124,6 +127,8 @@ class BlockLedger:
         else:
             raise InternalError(f"no block available in {self!r}")
         self._references[block] = 1
+        if self.lost.names is not None:
+            self.lost.names.clear(block)
         table.append(block)
 
     def seals(self, digest: bytes) -> bool:

@@ -12,6 +12,7 @@ from ep_server.scheduler.handoffs import Handoffs
 from ep_server.scheduler.host_tier import HostTier
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.kv_events import Prefix, packed
+from ep_server.scheduler.lost_blocks import FIRST_TICKET
 from ep_server.scheduler.sequence import NEVER, ScheduledSequence
 
 
@@ -23,7 +24,7 @@ class KvTables:
 
     def __init__(self, ledger: BlockLedger, weights: int = 0, host: HostTier | None = None) -> None:
         self.weights, self.host = weights, host or HostTier(0, ledger)
-        self.handoffs = Handoffs(ledger)
+        self.handoffs, self.lost = Handoffs(ledger), ledger.lost
         self._ledger = ledger
         self._loading: dict[int, ScheduledSequence] = {}  # by ticket
         self.queries = self.hits = self.host_hits = 0  # prompt tokens: looked up, found, only on the host
@@ -32,8 +33,8 @@ class KvTables:
     def place(self, seq: ScheduledSequence, spare: int) -> bool:
         """Allocates blocks for all tokens of a sequence without blocks; cached ones count as computed.
 
-        Where the host tier or another server holds what follows them, a load is decided, and the sequence is
-        `loading`. Blocks held for other servers are given up where there is no room.
+        Where a lost rank, the host tier or another server has what follows them, a load is decided, and the
+        sequence is `loading`. Blocks held for other servers are given up where there is no room.
 
         Args:
             spare: blocks that must be left.
@@ -44,7 +45,7 @@ class KvTables:
         length = len(seq.tokens)
         if seq.weights != self.weights:
             seq.renew(self.weights)
-        digests = seq.digests(seq.reusable // seq.block_size)
+        digests = seq.digests((seq.skippable if self.lost else seq.reusable) // seq.block_size)
         shared = self._ledger.match(digests)
         fresh = self._ledger.blocks_for(length) - len(shared)
         while not self._ledger.fits(shared, fresh + spare) and self.handoffs.give_up():
@@ -56,13 +57,16 @@ class KvTables:
         found = self._load(seq, digests, len(shared))
         seq.flushed = False
         seq.capacity = len(seq.blocks) * seq.block_size
-        seq.sealed = len(shared)
+        seq.sealed = seq.named = len(shared)
         seq.computed = seq.planned = seq.sealed * seq.block_size + found
-        seq.next_seal = (seq.computed // seq.block_size + 1) * seq.block_size if seq.caches else NEVER
+        self._await_full(seq)
         if seq.cached_tokens is None:
-            seq.cached_tokens = seq.computed
+            fetched = (
+                found if seq.loading >= FIRST_TICKET else 0
+            )  # from a lost rank: computed for this request
+            seq.cached_tokens = seq.computed - fetched
             if seq.caches and seq.scored >= seq.score_end:
-                fetched = found if seq.loading < 0 else 0
+                fetched = found if seq.loading < 0 else fetched
                 self.queries += length
                 self.hits += seq.computed - fetched
                 self.host_hits += found - fetched
@@ -83,7 +87,7 @@ class KvTables:
         digests = seq.digests(count)
         found = len(self._ledger.match(digests))
         following = digests[found : found + 1]
-        if not following or self.host.slots.find(following):
+        if not following or self.host.slots.find(following) or self.lost.find(following):
             return None
         for maker in makers:
             full = len(maker.tokens) // maker.block_size
@@ -108,12 +112,13 @@ class KvTables:
             seq = self._loading.pop(ticket, None)
             if ticket < 0:
                 self._fetched(seq, self.handoffs.take_arrived(ticket))
+            elif ticket >= FIRST_TICKET:
+                self._copied(seq, self.lost.take_arrived(ticket))
             else:
                 self.host.ended(ticket)
             if seq is not None:
                 seq.loading = 0
-                if seq.caches:
-                    self.seal(seq, seq.computed)
+                self.filled(seq)
 
     def _fetched(self, seq: ScheduledSequence | None, tokens: int) -> None:
         """A fetch has ended with so many tokens; the sequence computes what did not arrive."""
@@ -121,6 +126,29 @@ class KvTables:
             seq.fetched = True
             seq.computed = seq.planned = seq.sealed * seq.block_size + tokens
             seq.cached_tokens = min(seq.cached_tokens or 0, seq.computed)
+
+    def _copied(self, seq: ScheduledSequence | None, blocks: int) -> None:
+        """A copy from lost ranks has ended with so many blocks; the sequence computes the rest."""
+        if seq is not None:
+            seq.computed = seq.planned = (seq.sealed + blocks) * seq.block_size
+
+    def filled(self, seq: ScheduledSequence) -> None:
+        """The steps or copies that filled blocks of a sequence have ended: offers and names them."""
+        if seq.flushed:
+            return
+        if seq.caches:
+            self.seal(seq, seq.computed)
+        if (names := self.lost.names) is not None:
+            full = seq.computed // seq.block_size
+            digests = seq.digests(full)
+            for index in range(seq.named, full):
+                names.set(seq.blocks[index], digests[index])
+            seq.named = full
+        self._await_full(seq)
+
+    def _await_full(self, seq: ScheduledSequence) -> None:
+        following = (seq.computed // seq.block_size + 1) * seq.block_size
+        seq.next_full = following if seq.caches or self.lost.names is not None else NEVER
 
     def seal(self, seq: ScheduledSequence, tokens: int) -> None:
         """Offers the blocks that the first `tokens` tokens fill to other sequences.
@@ -137,7 +165,6 @@ class KvTables:
                 if seq.caches:
                     self.host.sealed(seq.blocks[index], digests[index])
         seq.sealed = full
-        seq.next_seal = (full + 1) * seq.block_size if seq.caches else NEVER
 
     def forget(self, seq: ScheduledSequence) -> None:
         """Its request ended: nobody may reuse blocks that only its sequences could find."""
@@ -147,7 +174,7 @@ class KvTables:
     def forget_all(self, placed: Iterable[ScheduledSequence]) -> int:
         """Nobody may reuse a block computed so far. placed: all that hold some. Returns: blocks forgotten."""
         for seq in placed:
-            seq.flushed, seq.next_seal = True, NEVER
+            seq.flushed, seq.next_full = True, NEVER
         self.host.clear()
         self.handoffs.clear()
         return self._ledger.forget_all()
@@ -156,20 +183,30 @@ class KvTables:
         """Releases all blocks: nothing of the sequence is computed any more. finished: they may be held."""
         if seq.caches:
             self.host.slots.touch(seq.digests(seq.sealed))
-        if self._loading.pop(seq.loading, None) is not None and seq.loading < 0:
-            self.handoffs.drop(seq.loading)
+        if self._loading.pop(seq.loading, None) is not None:
+            if seq.loading < 0:
+                self.handoffs.drop(seq.loading)
+            else:
+                self.lost.drop(seq.loading)
         seq.loading = 0
         if not (finished and self.handoffs.hold(seq)):
             self._ledger.release(seq.blocks)
-        seq.capacity = seq.computed = seq.planned = seq.sealed = 0
-        seq.next_seal = NEVER
+        seq.capacity = seq.computed = seq.planned = seq.sealed = seq.named = 0
+        seq.next_full = NEVER
 
     def _load(self, seq: ScheduledSequence, digests: Sequence[bytes], first: int) -> int:
         """Fills new blocks of a table, from block `first` on. Returns: with how many tokens.
 
-        From another server if it may, else from the host tier.
+        From a lost rank or another server if it may, else from the host tier.
         """
         self.host.hand_out(seq.blocks[first:])
+        if seq.continues or seq.request.source is None:
+            sources = self.lost.find(digests[first:])
+            if sources:
+                self.handoffs.abandon(seq)
+                seq.loading = self.lost.copy(seq.blocks[first : first + len(sources)], sources)
+                self._loading[seq.loading] = seq
+                return len(sources) * seq.block_size
         slots = self.host.slots.find(digests[first:]) if seq.caches else []
         if fetched := self.handoffs.fetch(seq, first):
             self._loading[seq.loading] = seq

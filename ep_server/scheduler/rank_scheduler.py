@@ -54,7 +54,7 @@ class RankScheduler:
         self._ledger = BlockLedger(limits.kv_blocks, limits.block_size)
         self._host = HostTier(limits.host_blocks, self._ledger)
         self._tables = KvTables(self._ledger, weights, self._host)
-        self.handoffs = self._tables.handoffs
+        self.handoffs, self.lost = self._tables.handoffs, self._ledger.lost
         self._waiting = WaitingQueue(limits.max_overtakes)
         self._siblings = Siblings()
         # Every running sequence gets at least one token of a step, or a long decode would stall a prefill.
@@ -164,6 +164,8 @@ class RankScheduler:
         Running sequences keep their blocks and offer none until they are placed again. weights: new version.
         """
         self.weights = self._tables.weights = self.weights if weights is None else weights
+        if self.lost.names is not None:
+            self.lost.names.clear_all()
         return self._tables.forget_all(self._decoding + self._prefilling)
 
     def watch_cache(self, *, on: bool) -> None:
@@ -236,8 +238,8 @@ class RankScheduler:
                 late = token is not None and token.token_id == LATE_TOKEN
                 seq.computed = piece.start + len(piece.token_ids) - late
                 seq.planned -= late
-                if seq.computed >= seq.next_seal:
-                    self._tables.seal(seq, seq.computed)
+                if seq.computed >= seq.next_full:
+                    self._tables.filled(seq)
             event = seq.take(token) if token is not None else None
             if event is not None:
                 events.append(event)
@@ -252,7 +254,7 @@ class RankScheduler:
         dropped = [seq for seq in self._in_flight.drop() if not seq.state.ended]
         for seq in dropped:
             if not seq.waits and (unwritten := seq.unwritten):
-                self.flush_cache()
+                self._tables.forget_all(self._decoding + self._prefilling)
                 for other in self._decoding + self._prefilling:
                     if other is not seq and unwritten & set(other.blocks):
                         self._preempt(other)

@@ -48,7 +48,9 @@ class ScheduledSequence:
     admissions: times it was given blocks.
     scored: leading prompt positions that need not be scored any more: the step that does it is planned.
     score_end: the same once all are. It reads no block of the prefix cache beyond `scored`.
-    sealed: leading full blocks offered to the prefix index. next_seal: `computed` at which one more fills.
+    sealed: leading full blocks offered to the prefix index. named: the same that others find if the rank is
+      lost.
+    next_full: `computed` at which one more is full; NEVER where it is neither offered nor named.
     flushed: its blocks are older than the last flush, so it offers none.
     cached_tokens: prompt tokens its first admission found in the prefix cache; None before it.
     refused: was head of the queue and did not fit, so that no shorter prompt may take its room.
@@ -84,7 +86,8 @@ class ScheduledSequence:
     admissions: int = 0
     scored: int = 0
     sealed: int = 0
-    next_seal: int = NEVER
+    named: int = 0
+    next_full: int = NEVER
     flushed: bool = False
     cached_tokens: int | None = None
     overtaken: int = 0
@@ -176,7 +179,7 @@ class ScheduledSequence:
     def _root(self) -> bytes:
         if self.caches:
             return root_digest(self.request.cache_salt, self.weights)
-        return private_root(self.request.group)
+        return private_root(self.request.request_id, self.weights)
 
     @property
     def reusable(self) -> int:
@@ -184,8 +187,11 @@ class ScheduledSequence:
 
         The last token is always run, cached or not: its logits are what the step is for.
         """
-        if not self.caches and not self.shares:
-            return 0
+        return self.skippable if self.caches or self.shares else 0
+
+    @property
+    def skippable(self) -> int:
+        """Leading tokens that no step must run, if their blocks are there."""
         return len(self.tokens) - 1 if self.scored >= self.score_end else self.scored
 
     def score(self, start: int, end: int) -> ScoredRows | None:

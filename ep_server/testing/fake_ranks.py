@@ -154,6 +154,9 @@ class FakeRanks:
         """As Ranks.use_weights; tokens stay the same."""
         self.weights = path, version
 
+    def forget_lost(self) -> None:
+        """They keep nothing."""
+
     def order(self, order: RankOrder, number: int) -> None:
         """Carried out at the end of the next step."""
         self._orders.append((order, number))

@@ -21,7 +21,7 @@ FINISH_REASON_STOP_STRING: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class ToRank(_message.Message):
-    __slots__ = ("start", "add", "cancel", "doorbell", "shutdown", "connect", "watch_cache", "order", "regroup")
+    __slots__ = ("start", "add", "cancel", "doorbell", "shutdown", "connect", "watch_cache", "order", "regroup", "forget_lost")
     START_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class ToRank(_message.Message):
     WATCH_CACHE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     REGROUP_FIELD_NUMBER: _ClassVar[int]
+    FORGET_LOST_FIELD_NUMBER: _ClassVar[int]
     start: Start
     add: Add
     cancel: Cancel
@@ -40,10 +41,11 @@ class ToRank(_message.Message):
     watch_cache: WatchCache
     order: Order
     regroup: Regroup
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ...) -> None: ...
+    forget_lost: ForgetLost
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ..., forget_lost: _Optional[_Union[ForgetLost, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "placement", "live", "weights_version", "handover", "shadow_fd")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "placement", "live", "weights_version", "handover", "shadow_fd", "kv_fd", "kv_place")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +60,8 @@ class Start(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FD_FIELD_NUMBER: _ClassVar[int]
+    KV_FD_FIELD_NUMBER: _ClassVar[int]
+    KV_PLACE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_ranks: int
     config_json: str
@@ -72,7 +76,9 @@ class Start(_message.Message):
     weights_version: int
     handover: int
     shadow_fd: int
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., handover: _Optional[int] = ..., shadow_fd: _Optional[int] = ...) -> None: ...
+    kv_fd: int
+    kv_place: int
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., handover: _Optional[int] = ..., shadow_fd: _Optional[int] = ..., kv_fd: _Optional[int] = ..., kv_place: _Optional[int] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("num_experts", "slots_per_rank", "layers")
@@ -93,18 +99,24 @@ class LayerPlacement(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[int]] = ..., serves: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Regroup(_message.Message):
-    __slots__ = ("generation", "work_number", "kept", "placement", "live")
+    __slots__ = ("generation", "work_number", "kept", "placement", "live", "lost_kv")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORK_NUMBER_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    LOST_KV_FIELD_NUMBER: _ClassVar[int]
     generation: int
     work_number: int
     kept: _containers.RepeatedScalarFieldContainer[int]
     placement: Placement
     live: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, generation: _Optional[int] = ..., work_number: _Optional[int] = ..., kept: _Optional[_Iterable[int]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ...) -> None: ...
+    lost_kv: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., work_number: _Optional[int] = ..., kept: _Optional[_Iterable[int]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., lost_kv: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ForgetLost(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Connect(_message.Message):
     __slots__ = ("ranks", "session")
@@ -357,12 +369,14 @@ class FromRank(_message.Message):
     def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., introduction: _Optional[_Union[Introduction, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventBatch, _Mapping]] = ..., order_done: _Optional[_Union[OrderDone, _Mapping]] = ..., running: _Optional[int] = ..., interrupted: _Optional[_Union[Fatal, _Mapping]] = ..., regrouped: _Optional[_Union[Regrouped, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
 
 class Begun(_message.Message):
-    __slots__ = ("numbers", "adding")
+    __slots__ = ("numbers", "adding", "copied")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     ADDING_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
     numbers: _containers.RepeatedScalarFieldContainer[int]
     adding: int
-    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., adding: _Optional[int] = ...) -> None: ...
+    copied: int
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., adding: _Optional[int] = ..., copied: _Optional[int] = ...) -> None: ...
 
 class Regrouped(_message.Message):
     __slots__ = ("generation", "load_seconds")

@@ -76,7 +76,7 @@ class Heard:
         self.running[rank] = sequences
         self.changed.set()
 
-    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
+    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0, copied: int = 0) -> None:
         assert not self.begun[rank] & set(numbers)
         self.begun[rank].update(numbers)
 

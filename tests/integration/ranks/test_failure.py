@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from ep_server.config import Config
 from ep_server.errors import StartupError
-from ep_server.ranks.launcher import LaunchTiming, RankProcesses
+from ep_server.ranks.board import LaunchTiming
+from ep_server.ranks.launcher import RankProcesses
 from ep_server.records import LossCause
 from tests.support.models.checkpoints import Tiny
 from tests.support.ranks.rank_group import Leftovers, Recorder, alive, greedy, rank_config

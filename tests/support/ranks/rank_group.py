@@ -118,7 +118,7 @@ class Recorder:
     def on_running(self, rank: int, sequences: int) -> None:
         pass
 
-    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0) -> None:
+    def on_begun(self, rank: int, numbers: Sequence[int], adding: int = 0, copied: int = 0) -> None:
         pass
 
     def on_kv_events(self, batch: KvEventBatch) -> None:

@@ -57,6 +57,14 @@ class Hosts:
     def report_lost(self, rank: int, generation: int) -> None:
         pass
 
+    lost_kv = ()
+
+    def leave_kv(self, rank: int, *, lost: bool) -> None:
+        pass
+
+    def forget_lost(self) -> bool:
+        return False
+
     def prepare(self) -> None:
         pass
 

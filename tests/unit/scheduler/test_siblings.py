@@ -31,7 +31,7 @@ def add(rank: SimulatedRank, count: int, first: int = 1, **fields: object) -> li
     numbers = list(range(first, first + count))
     for number in numbers:
         group = first if count > 1 else 0
-        rank.add(replace(make_request(number, PROMPT, **fields), group=group))
+        rank.add(replace(make_request(number, PROMPT, **fields), group=group, request_id=f"r{first}"))
     return numbers
 
 

@@ -1,0 +1,109 @@
+"""Memory for the KV caches of CPU ranks, which outlives them: a file of the server, a place for each process.
+
+A place begins with a name for each KV block, then come the blocks. The process that fills a place writes the
+names: that of a block is cleared before the block may be written again, and set once its content is complete.
+So after a loss at any moment a name is either that of the content, or of nothing. Needs no torch.
+Units: bytes, blocks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ep_server.models.families.spec import GqaSpec, ModelSpec
+from ep_server.models.sizes import Dtype, kv_block_bytes
+
+PAGE = 4096
+NAME_BYTES = 16  # as the scheduler's digests; zeros name nothing
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemoryLayout:
+    """Of a place. parts: tensors of the cache, layer by layer. part_bytes: of a block in one of them."""
+
+    blocks: int
+    parts: int
+    part_bytes: int
+
+    @staticmethod
+    def of(spec: ModelSpec, blocks: int, block_size: int, dtype: Dtype) -> KvMemoryLayout:
+        """For a model's cache. dtype: of the cache."""
+        parts = spec.num_layers * (2 if isinstance(spec.attention, GqaSpec) else 1)
+        return KvMemoryLayout(blocks, parts, kv_block_bytes(spec, block_size, dtype) // parts)
+
+    @property
+    def names_bytes(self) -> int:
+        """Where the first part begins."""
+        return _whole(self.blocks * NAME_BYTES)
+
+    @property
+    def pitch(self) -> int:
+        """From one part to the next."""
+        return _whole(self.blocks * self.part_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """All of a place."""
+        return self.names_bytes + self.parts * self.pitch
+
+
+class KvMemory:
+    """The file, as the server holds it. No place is ever used twice, so what has one keeps its content.
+
+    fd: close-on-exec; processes inherit it, and the caller closes it after finish(). lost: places that lost
+      ranks have left, until forget_lost(). Memory is freed in a thread: that takes a second for 20 GiB.
+    """
+
+    def __init__(self, layout: KvMemoryLayout) -> None:
+        """Without pages yet. Raises: OSError."""
+        self.layout = layout
+        self.lost: list[int] = []
+        self._places = 0
+        self._place_of: dict[int, int] = {}  # by rank
+        self._freeing = ThreadPoolExecutor(1, "free-kv")
+        self.fd = os.memfd_create("ep_server_kv", os.MFD_CLOEXEC)
+
+    def take(self, rank: int) -> int:
+        """A new place for the process that becomes a rank. Raises: OSError."""
+        self.leave(rank, lost=False)
+        os.ftruncate(self.fd, (self._places + 1) * self.layout.nbytes)
+        self._place_of[rank] = self._places
+        self._places += 1
+        return self._place_of[rank]
+
+    def leave(self, rank: int, *, lost: bool) -> None:
+        """The process of a rank has ended. lost: others copy from its place; else that is freed."""
+        place = self._place_of.pop(rank, None)
+        if place is not None and lost:
+            self.lost.append(place)
+        elif place is not None:
+            self._freeing.submit(self._free, place)
+
+    def forget_lost(self) -> bool:
+        """Frees the places of lost ranks. Others may still look into them, and find no names.
+
+        Returns: whether there were any.
+        """
+        places, self.lost = self.lost, []
+        for place in places:
+            self._freeing.submit(self._free, place)
+        return bool(places)
+
+    def finish(self) -> None:
+        """Waits until nothing uses fd."""
+        self._freeing.shutdown()
+
+    def _free(self, place: int) -> None:
+        """The names first: who copied a block that has its name afterwards has copied all of it."""
+        layout = self.layout
+        with mmap.mmap(self.fd, layout.nbytes, offset=place * layout.nbytes) as memory:
+            memory.madvise(mmap.MADV_REMOVE, 0, layout.names_bytes)
+            memory.madvise(mmap.MADV_REMOVE, layout.names_bytes, layout.parts * layout.pitch)
+
+
+def _whole(size: int) -> int:
+    """In whole pages."""
+    return -(-size // PAGE) * PAGE

@@ -1,0 +1,61 @@
+"""Joins the scheduler's view of what lost ranks have left with its memory. Used in the rank's loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ep_server.backends.cpu.shared_kv import SharedKv
+from ep_server.scheduler.lost_blocks import LostBlock, LostBlocks
+
+TURN_SECONDS = 0.05  # of copies between two steps, for which the others wait
+PIECE = 64  # blocks of a copy, after which the time is looked at
+
+
+class LostKv:
+    """KV blocks of lost ranks, for one rank that takes over requests of theirs."""
+
+    def __init__(self, lost: LostBlocks, memory: SharedKv | None, block_size: int) -> None:
+        """memory: None = nothing outlives a rank."""
+        self._lost, self._memory, self._block_size = lost, memory, block_size
+        self._begun, self._done = 0, 0  # ticket of the copy that has begun; its blocks that are filled
+        self._reported = 0
+        lost.names = memory
+
+    def offer(self, places: Sequence[int]) -> None:
+        """Ranks were lost, and these places are what they have left. None: all of it was freed."""
+        if self._memory is None:
+            return
+        found = self._memory.open(places)
+        self._lost.offer({name: LostBlock(*at, name) for name, at in found.items()})
+
+    def forget(self) -> None:
+        """What lost ranks have left is freed."""
+        self._lost.offer({})
+        if self._memory is not None and self._lost.next is None:
+            self._memory.close_lost()
+
+    def before_plan(self) -> list[int]:
+        """Copies for a while. Returns: tickets of the copies that have ended."""
+        ended = list[int]()
+        until = time.monotonic() + TURN_SECONDS
+        while self._memory is not None and (copy := self._lost.next) is not None:
+            first = self._done if copy.ticket == self._begun else 0
+            blocks, sources = copy.blocks[first : first + PIECE], copy.sources[first : first + PIECE]
+            right = self._memory.copy(blocks, sources)
+            self._begun, self._done = copy.ticket, first + right
+            if right < len(blocks) or self._done == len(copy.blocks):
+                self._lost.arrived(copy.ticket, self._done)
+                ended.append(copy.ticket)
+            if time.monotonic() > until:
+                break
+        return ended
+
+    def take_copied(self) -> int:
+        """Tokens copied since the last call."""
+        before, self._reported = self._reported, self._lost.copied
+        return (self._reported - before) * self._block_size
+
+    def counters(self) -> dict[str, int]:
+        """Cumulative, under the names of RankStatistics.counters."""
+        return {"kv_lost_tokens": self._lost.copied * self._block_size}
