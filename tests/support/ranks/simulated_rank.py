@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from ep_server.records import (
     LATE_TOKEN,
@@ -25,8 +26,9 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.scheduler import RankScheduler, SchedulerLimits
-from ep_server.scheduler.kv_blocks import block_digests, root_digest
+from ep_server.scheduler.kv_blocks import block_digests, private_root, root_digest
 from ep_server.scheduler.kv_events import block_hash
+from ep_server.scheduler.lost_blocks import LostBlock
 from tests.support.ranks.late_copier import Cell, LateCopier
 
 VOCAB = 13  # small, so that stops and equal prefixes happen
@@ -75,6 +77,19 @@ def late_of(sampled: Sequence[SampledToken]) -> list[int]:
     return [token.number for token in sampled if token.token_id == LATE_TOKEN]
 
 
+class Names(dict[int, bytes]):
+    """Of blocks, as others find them if the rank is lost."""
+
+    def set(self, block: int, name: bytes) -> None:
+        self[block] = name
+
+    def clear(self, block: int) -> None:  # type: ignore[override]
+        self.pop(block, None)
+
+    def clear_all(self) -> None:
+        super().clear()
+
+
 class SimulatedRank:
     """A RankScheduler, a KV cache of (salt, token, position) cells, and all events so far by request."""
 
@@ -83,6 +98,9 @@ class SimulatedRank:
         self.scheduler = RankScheduler(limits)
         self.cells: list[Cell] = [None] * (limits.kv_blocks * limits.block_size)
         self.copier = LateCopier(self.cells, limits.block_size, limits.host_blocks)
+        self.names = self.scheduler.lost.names = Names()
+        self.lost_cells: list[Cell] = []  # of a lost rank
+        self.lost_right = limits.kv_blocks  # leading blocks of a copy that are still there
         self.requests: dict[int, Request] = {}
         self.events: dict[int, list[TokenEvent]] = {}
         self.freed: list[int] = []
@@ -96,7 +114,50 @@ class SimulatedRank:
         """Queues a request."""
         self.scheduler.add(request)
         self.requests[request.number] = request
-        self.events[request.number] = []
+        self.events.setdefault(request.number, [])
+
+    def take_over(self, lost: SimulatedRank, without: Collection[int] = ()) -> None:
+        """That rank is no more: its streams continue here, with what its named blocks hold."""
+        self.events, self.freed, self.lost_cells = lost.events, lost.freed, lost.cells
+        sources = {name: LostBlock(0, block, name) for block, name in lost.names.items()}
+        self.scheduler.lost.offer(sources)
+        for number, request in lost.requests.items():
+            self.requests[number] = request
+            if lost.scheduler.is_live(number) and number not in without:
+                output = tuple(event.token_id for event in self.events[number])
+                sampling = replace(request.sampling, prompt_logprobs=None) if output else request.sampling
+                again = replace(request, sampling=sampling, output_ids=output, group=0)
+                self.scheduler.add(again)
+
+    def named_wrongly(self) -> dict[int, bytes]:
+        """Blocks whose cells are not what their names say."""
+        size, right = self.limits.block_size, dict[bytes, list[Cell]]()
+        for request in self.requests.values():
+            tokens = [*request.prompt_ids, *(token for token, _ in stream_alone(request))]
+            full = len(tokens) // size
+            caches = self.limits.prefix_cache and not request.bypass_prefix_cache
+            given = request.cache_salt if caches else request.request_id
+            root = (root_digest if caches else private_root)(given, self.scheduler.weights)
+            for index, name in enumerate(block_digests(root, tokens[: full * size], size)):
+                places = range(index * size, (index + 1) * size)
+                right[name] = [(request.cache_salt, tokens[at], at) for at in places]
+        return {
+            block: name
+            for block, name in self.names.items()
+            if self.cells[block * size : (block + 1) * size] != right.get(name)
+        }
+
+    def _loaded(self) -> list[int]:
+        """Ends all copies. Returns: the tickets of those that ended."""
+        ended, size, lost = list[int](), self.limits.block_size, self.scheduler.lost
+        while (copy := lost.next) is not None:
+            pairs = list(zip(copy.blocks, copy.sources, strict=True))[: self.lost_right]
+            for block, source in pairs:
+                at = source.block * size
+                self.cells[block * size : (block + 1) * size] = self.lost_cells[at : at + size]
+            lost.arrived(copy.ticket, len(pairs))
+            ended.append(copy.ticket)
+        return self.copier.loaded() + ended
 
     def run(self, batch: StepBatch, late: Collection[int] = ()) -> list[SampledToken]:
         """Writes the cells of every slice, then reads each sequence back and draws. late: draw nothing."""
@@ -105,6 +166,7 @@ class SimulatedRank:
         for piece in batch.slices:
             for offset, token in enumerate(self._known(piece)):
                 cell = self._cell(piece, piece.start + offset)
+                assert cell // self.limits.block_size not in self.names, "a named block is written"
                 touched[cell] = piece.number
                 count += 1
                 self.cells[cell] = (self.requests[piece.number].cache_salt, token, piece.start + offset)
@@ -125,9 +187,9 @@ class SimulatedRank:
 
         late: requests whose masks are late.
         """
-        self.scheduler.loaded(self.copier.loaded())
+        self.scheduler.loaded(self._loaded())
         batch = self._plan()
-        if not batch.slices and (tickets := self.copier.loaded()):  # they are all that there is to do
+        if not batch.slices and (tickets := self._loaded()):  # they are all that there is to do
             self.scheduler.loaded(tickets)
             batch = self._plan()
         if batch.slices:

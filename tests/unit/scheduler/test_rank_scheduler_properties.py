@@ -132,6 +132,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rank.scheduler.plan()
             self.rank.lose_steps()
 
+    @rule(right=st.integers(0, 20))
+    def lose_rank(self, right):
+        """Another one takes over, and copies what the names of the lost one name. Some of it may be gone."""
+        lost, self.rank = self.rank, SimulatedRank(self.rank.limits)
+        self.rank.lost_right = right
+        lost.freed += [n for n, kind in self.dropped.items() if kind == 1 and lost.scheduler.is_live(n)]
+        self.rank.take_over(lost, self.dropped)
+        self.mirror = CacheMirror()
+        self.reporter = CacheReporter(0, self.rank.scheduler, self.mirror.apply, lambda: 0.0)
+
     @precondition(lambda self: self.number > 0)
     @rule(data=st.data(), fails=st.booleans())
     def drop(self, data, fails):
@@ -152,6 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.rank.scheduler.check_integrity()
         self.rank.freed += self.rank.scheduler.freed()
+        assert not self.rank.named_wrongly()
         self.reporter.publish()
         if self.mirror.complete:
             assert self.mirror.blocks == self.rank.cached_blocks()

@@ -1,0 +1,139 @@
+"""KV blocks of lost ranks are copied from their memory, which is freed then. Oracle: an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.models.kv_memory import KvMemory
+from ep_server.v1 import control_pb2
+from tests.support.losing import ASKED, RANKS, WAIT, Losing, losing, run_all, seen
+from tests.support.models.perturbed import perturbed
+
+TOKENS = 70  # of the longest output when a rank is lost: four full blocks and more
+BLOCK = 16
+
+
+def memory(lost: Losing) -> KvMemory:
+    shared: Any = lost.group()._hosts
+    assert shared._shared.kv is not None
+    return shared._shared.kv
+
+
+def holds_pages(kv: KvMemory, place: int) -> bool:
+    """Whether any memory is left of what a process had."""
+    try:
+        return os.lseek(kv.fd, place * kv.layout.nbytes, os.SEEK_DATA) < (place + 1) * kv.layout.nbytes
+    except OSError:  # none up to the end
+        return False
+
+
+def busiest(lost: Losing, count: int) -> list[int]:
+    """The ranks with the most tokens."""
+    tokens = Counter[int](dict.fromkeys(range(RANKS), 0))
+    for active in lost.server.engine._requests:
+        tokens[active.rank] += len(active.output)
+    return [rank for rank, _ in tokens.most_common(count)]
+
+
+async def lose(
+    lost: Losing, count: int, expected: Sequence[object], asked: list[dict[str, Any]] = ASKED
+) -> int:
+    """Kills the ranks with the most tokens. Returns: tokens that came from their memory."""
+    kv, before, phases = memory(lost), len(lost.heard.recovered), lost.server.engine._delivery.phases
+    running = asyncio.ensure_future(run_all(lost.client, asked))
+    await lost.until(lambda: max((len(a.output) for a in lost.server.engine._requests), default=0) >= TOKENS)
+    ranks = busiest(lost, count)
+    places = [kv._place_of[rank] for rank in ranks]
+    assert all(holds_pages(kv, place) for place in places)
+    for rank in ranks:
+        lost.signal(rank)
+    await lost.until(lambda: len(lost.heard.recovered) > before and not lost.server.engine._delivery.down)
+    await lost.until(lambda: not phases._given)
+    copied = phases.copied
+    assert [seen(output) for output in await running] == expected
+    await lost.recovered(before + 1)
+    await lost.until(lambda: not kv.lost and not any(holds_pages(kv, place) for place in places))
+    assert len({*kv._place_of.values()}) == RANKS
+    return copied
+
+
+async def counted(lost: Losing, at_least: int) -> None:
+    """Until the statistics of the ranks say so too."""
+    statistics = lost.server.engine.rank_statistics
+    await lost.until(
+        lambda: sum(each.counters.get("kv_lost_tokens", 0) for each in statistics.values()) >= at_least
+    )
+
+
+async def test_full_blocks_come_from_the_lost_rank() -> None:
+    """One rank, another one, two at once, and all. Half of the requests bypass the prefix cache."""
+    asked = [{**one, "bypass_prefix_cache": number % 2 == 0} for number, one in enumerate(ASKED)]
+    async with losing() as lost:
+        expected = [seen(output) for output in await run_all(lost.client, asked)]
+        first = await lose(lost, 1, expected, asked)
+        assert first >= TOKENS // BLOCK * BLOCK, "at least what the longest output had"
+        await counted(lost, first)
+        for count in (1, 2, RANKS):
+            assert await lose(lost, count, expected, asked) >= TOKENS // BLOCK * BLOCK
+
+
+async def test_a_second_loss_during_the_recovery_keeps_both() -> None:
+    """The rank that took over is lost at once, and so is the process in the place of the first."""
+    async with losing() as lost:
+        expected, kv = [seen(output) for output in await run_all(lost.client, ASKED)], memory(lost)
+        running = asyncio.ensure_future(run_all(lost.client, ASKED))
+        await lost.until(lambda: max((len(a.output) for a in lost.server.engine._requests), default=0) >= 60)
+        (rank,) = busiest(lost, 1)
+        lost.signal(rank)
+        await lost.until(lambda: len(lost.heard.recovered) == 1)
+        lost.signal((rank + 1) % RANKS)
+        await lost.until(lambda: len(lost.heard.recovered) == 2)
+        assert [seen(output) for output in await running] == expected
+        await lost.recovered(2)
+        await lost.until(lambda: not kv.lost)
+        running = asyncio.ensure_future(run_all(lost.client, ASKED))
+        await lost.until(lambda: max((len(a.output) for a in lost.server.engine._requests), default=0) >= 60)
+        lost.signal(rank)  # the new process with the number of the first
+        assert [seen(output) for output in await running] == expected
+        await lost.recovered(3)
+        await lost.until(lambda: not kv.lost)
+        assert not any(holds_pages(kv, place) for place in set(range(kv._places)) - {*kv._place_of.values()})
+
+
+@pytest.mark.parametrize("fields", [{"scheduler__prefix_cache": False}, {"resilience__spare_slots": "0"}])
+async def test_without_the_prefix_cache_and_without_spare_slots(fields: dict[str, Any]) -> None:
+    """A name is then that of a block of one request; new processes copy as well."""
+    async with losing(**fields) as lost:
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        assert await lose(lost, 1, expected) >= TOKENS // BLOCK * BLOCK
+
+
+async def test_new_weights_copy_nothing_of_old_ones(tmp_path: Path) -> None:
+    """A stream that began with other weights is prefilled; one that begins later is copied again."""
+    other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
+    async with losing(model__updates="/", scheduler__kv_blocks=256) as lost:
+        engine, phases = lost.server.engine, lost.server.engine._delivery.phases
+        long = {**ASKED[0], "max_new_tokens": 600}
+        running = asyncio.ensure_future(lost.client.complete(long["token_ids"], **_fields(long)))
+        await lost.until(lambda: max((len(a.output) for a in engine._requests), default=0) >= TOKENS)
+        request = control_pb2.UpdateWeightsRequest(path=str(other))
+        assert (await lost.client.control.UpdateWeights(request, timeout=WAIT)).version == 1
+        lost.signal(next(iter(engine._requests)).rank)
+        await lost.until(lambda: len(lost.heard.recovered) == 1 and not phases._given)
+        assert phases.copied == 0
+        assert len((await running).token_ids) == 600
+        await lost.recovered(1)
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        assert await lose(lost, 1, expected) > 0
+
+
+def _fields(one: dict[str, Any]) -> dict[str, Any]:
+    return {"ignore_eos": True, "timeout": WAIT, **{n: v for n, v in one.items() if n != "token_ids"}}
