@@ -20,14 +20,14 @@ class RecoveryPhases:
     def __init__(
         self, observer: EngineObserver, clock: Callable[[], float], settled: Callable[[], None]
     ) -> None:
-        """settled: called once every request that the ranks were given again has a token or has ended."""
+        """settled: called once every request that a lost rank had begun has a token again, or has ended."""
         self._observer = observer
         self._clock = clock
         self._settled = settled
         self.copied = 0
         self._lost_at = self._served_at = 0.0
         self._down = False  # a rank is lost, and requests are yet to be given again
-        self._given: set[int] = set()  # numbers of requests without a token since; of earlier losses too
+        self._given: set[int] = set()  # numbers of begun requests without a token since any loss
         self._continuing: set[int] = set()  # of these, those of the newest loss that had tokens
         self._tokens = 0  # of prompts and outputs of all that continue
         self._no_token = False
@@ -50,7 +50,8 @@ class RecoveryPhases:
         """Requests that the ranks are given again."""
         requests = list(given)
         continuing = [active for active in requests if active.output_tokens]
-        self._given |= {active.request.number for active in requests}
+        begun = [active for active in requests if active.output_tokens or active.suspected]
+        self._given |= {active.request.number for active in begun}
         self._continuing = {active.request.number for active in continuing}
         self._tokens = sum(len(active.request.prompt_ids) + active.output_tokens for active in continuing)
         self.copied = 0

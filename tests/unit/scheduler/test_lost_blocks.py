@@ -52,7 +52,7 @@ def check_streams(rank: SimulatedRank) -> None:
     assert not rank.named_wrongly()
 
 
-def test_a_name_is_set_once_its_block_is_filled_and_the_step_has_ended() -> None:
+def test_a_name_is_set_once_the_step_that_fills_its_block_ended() -> None:
     rank = lost_after(0)
     batch = rank.launch()
     assert ran([batch]) == 16 and not rank.names
