@@ -309,7 +309,7 @@ class Delivery:
             self._observer.on_token_gap(gap)
         active.last_at = now
         active.losses = active.suspected = 0
-        self.phases.token(active.request.number)
+        self.phases.token(active.request.number, event.cached_tokens)
         active.output.append(event.token_id)
         self._requests.grew(active)
         at_rank = event.finish is None

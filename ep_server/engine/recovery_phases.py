@@ -29,7 +29,9 @@ class RecoveryPhases:
         self._down = False  # a rank is lost, and requests are yet to be given again
         self._given: set[int] = set()  # numbers of begun requests without a token since any loss
         self._continuing: set[int] = set()  # of these, those of the newest loss that had tokens
-        self._tokens = 0  # of prompts and outputs of all that continue
+        self._tokens = self._cached = (
+            0  # of prompts and outputs given again; of these, found in prefix caches
+        )
         self._no_token = False
 
     def lost(self, seconds: float | None) -> None:
@@ -53,15 +55,17 @@ class RecoveryPhases:
         begun = [active for active in requests if active.output_tokens or active.suspected]
         self._given |= {active.request.number for active in begun}
         self._continuing = {active.request.number for active in continuing}
-        self._tokens = sum(len(active.request.prompt_ids) + active.output_tokens for active in continuing)
-        self.copied = 0
+        self._tokens = sum(len(active.request.prompt_ids) + active.output_tokens for active in begun)
+        self.copied = self._cached = 0
         self._no_token = True
         self._down = False
         if not self._given:
             self._settled()
 
-    def token(self, number: int) -> None:
-        """A request has a token."""
+    def token(self, number: int, cached: int = 0) -> None:
+        """A request has a token. cached: see TokenEvent."""
+        if number in self._given:
+            self._cached += cached
         if self._no_token and number in self._continuing:
             self._no_token = False
             self._end(RecoveryPhase.FIRST_TOKEN, self._clock() - self._lost_at)
@@ -73,11 +77,11 @@ class RecoveryPhases:
             self._continuing.discard(number)
             if not self._continuing:
                 self._end(RecoveryPhase.PREFILL, self._clock() - self._served_at)
-                text = "recovery: of %d tokens to run again, %d came from memory of the lost ranks"
-                log.info(text, self._tokens, self.copied)
         if number in self._given:
             self._given.discard(number)
             if not self._given and not self._down:
+                text = "recovery: of %d tokens, %d came from memory of the lost ranks, %d from prefix caches"
+                log.info(text, self._tokens, self.copied, self._cached)
                 self._settled()
 
     def _end(self, phase: RecoveryPhase, seconds: float) -> None:

@@ -34,15 +34,15 @@ def test_all_that_had_begun_must_have_a_token_or_have_ended(
     made.served(0.0)
     made.resumed([active(1, 10), active(2, begun=True), active(3), active(4, 5)])
     made.copied += 32
-    made.token(4)
-    made.token(3)  # only queued when its rank was lost
+    made.token(4, cached=16)
+    made.token(3, cached=4)  # only queued when its rank was lost
     made.settled(2)
     assert not settled
     made.token(1)
     assert settled == ["settled"]
     made.token(1)
     assert settled == ["settled"]
-    assert "of 55 tokens to run again, 32 came from memory of the lost ranks" in caplog.text
+    assert "of 75 tokens, 32 came from memory of the lost ranks, 16 from prefix caches" in caplog.text
 
 
 def test_a_loss_without_requests_is_settled_at_once() -> None:
