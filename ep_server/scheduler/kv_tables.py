@@ -61,12 +61,10 @@ class KvTables:
         seq.computed = seq.planned = seq.sealed * seq.block_size + found
         self._await_full(seq)
         if seq.cached_tokens is None:
-            fetched = (
-                found if seq.loading >= FIRST_TICKET else 0
-            )  # from a lost rank: computed for this request
-            seq.cached_tokens = seq.computed - fetched
+            copied = found if seq.loading >= FIRST_TICKET else 0  # from a lost rank, which is no cache
+            seq.cached_tokens = seq.computed - copied
             if seq.caches and seq.scored >= seq.score_end:
-                fetched = found if seq.loading < 0 else fetched
+                fetched = found if seq.loading < 0 else copied
                 self.queries += length
                 self.hits += seq.computed - fetched
                 self.host_hits += found - fetched

@@ -55,8 +55,8 @@ class ScheduledSequence:
     cached_tokens: prompt tokens its first admission found in the prefix cache; None before it.
     refused: was head of the queue and did not fit, so that no shorter prompt may take its room.
     urgent: was overtaken too often; precedes every priority.
-    loading: ticket of the load from host memory, or of the fetch from another server, that it waits for; 0 =
-      none. fetched: a fetch has ended; no second one is tried.
+    loading: ticket of the load from host memory, of the copy from a lost rank, or of the fetch from another
+      server, that it waits for; 0 = none. fetched: a fetch has ended; no second one is tried.
     drop: cancel or failure that waits for the step in flight.
     held: it takes part in no step until it is released.
     weights: version of those in force when it was given blocks; their digests tell versions apart.
