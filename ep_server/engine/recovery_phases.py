@@ -80,7 +80,10 @@ class RecoveryPhases:
         if number in self._given:
             self._given.discard(number)
             if not self._given and not self._down:
-                text = "recovery: of %d tokens, %d came from memory of the lost ranks, %d from prefix caches"
+                text = (
+                    "recovery: requests with %d tokens went on; ranks copied %d tokens from memory of the "
+                    "lost ones, and found %d in their prefix caches"
+                )
                 log.info(text, self._tokens, self.copied, self._cached)
                 self._settled()
 

@@ -42,7 +42,8 @@ def test_all_that_had_begun_must_have_a_token_or_have_ended(
     assert settled == ["settled"]
     made.token(1)
     assert settled == ["settled"]
-    assert "of 75 tokens, 32 came from memory of the lost ranks, 16 from prefix caches" in caplog.text
+    assert "requests with 75 tokens went on; ranks copied 32 tokens from memory of the lost" in caplog.text
+    assert "found 16 in their prefix caches" in caplog.text
 
 
 def test_a_loss_without_requests_is_settled_at_once() -> None:
