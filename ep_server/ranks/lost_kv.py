@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ep_server.backends.cpu.shared_kv import SharedKv
 from ep_server.scheduler.lost_blocks import LostBlock, LostBlocks
 
-TURN_SECONDS = 0.05  # of copies between two steps, for which the others wait
+TURN_SECONDS = 0.05  # of computing time for copies between two steps: the others wait meanwhile
 PIECE = 64  # blocks of a copy, after which the time is looked at
 
 
@@ -38,7 +38,7 @@ class LostKv:
     def before_plan(self) -> list[int]:
         """Copies for a while. Returns: tickets of the copies that have ended."""
         ended = list[int]()
-        until = time.monotonic() + TURN_SECONDS
+        until = time.thread_time() + TURN_SECONDS
         while self._memory is not None and (copy := self._lost.next) is not None:
             first = self._done if copy.ticket == self._begun else 0
             blocks, sources = copy.blocks[first : first + PIECE], copy.sources[first : first + PIECE]
@@ -47,7 +47,7 @@ class LostKv:
             if right < len(blocks) or self._done == len(copy.blocks):
                 self._lost.arrived(copy.ticket, self._done)
                 ended.append(copy.ticket)
-            if time.monotonic() > until:
+            if time.thread_time() >= until:
                 break
         return ended
 
