@@ -62,6 +62,11 @@ class LostBlocks:
         """A sequence may find blocks."""
         return bool(self._found)
 
+    def forget_own(self) -> None:
+        """Nobody may use what this rank has computed so far."""
+        if self.names is not None:
+            self.names.clear_all()
+
     def offer(self, found: Mapping[bytes, LostBlock]) -> None:
         """What lost ranks have left, by name; in place of what was offered before."""
         self._found = dict(found)

@@ -54,6 +54,11 @@ class WaitingQueue:
         """The next sequence; None when empty."""
         return self._by_order[0] if self._by_order else None
 
+    def candidate(self, *, continuing: bool) -> ScheduledSequence | None:
+        """The head. continuing: None unless it continues a stream after a loss."""
+        head = self.head
+        return None if head is None or (continuing and not head.continues) else head
+
     @property
     def first(self) -> list[ScheduledSequence]:
         """The head, if there is one."""

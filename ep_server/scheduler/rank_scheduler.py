@@ -164,8 +164,7 @@ class RankScheduler:
         Running sequences keep their blocks and offer none until they are placed again. weights: new version.
         """
         self.weights = self._tables.weights = self.weights if weights is None else weights
-        if self.lost.names is not None:
-            self.lost.names.clear_all()
+        self.lost.forget_own()
         return self._tables.forget_all(self._decoding + self._prefilling)
 
     def watch_cache(self, *, on: bool) -> None:
@@ -302,8 +301,9 @@ class RankScheduler:
         self.streams, room = self.budget.room(going, first, prompts, elsewhere)
         singles, tokens, self._blocked = len(going), 0, False
         later = list[ScheduledSequence]()
+        continuing = any(seq.continues and seq.loading >= 0 for seq in self._prefilling)  # no others beside
         while room.tokens:
-            head = None if self._blocked else self._waiting.head
+            head = None if self._blocked else self._waiting.candidate(continuing=continuing)
             if head is not None and (not begun or head.order < begun[0].order):
                 if maker := self._tables.maker_of(head, going[singles:]):
                     self._offering.append(maker)
@@ -311,13 +311,14 @@ class RankScheduler:
                     self._waiting.remove(head)
                     continue
                 self._blocked = not self._admit(head)
+                continuing |= head.continues and not self._blocked
                 if self._blocked and not head.continues:
                     head.since = self._plans + 1
                 if self._blocked or head.loading:
                     continue
                 seq = head
                 overtake(begun, seq, self.limits.max_overtakes)
-            elif begun:
+            elif begun and (begun[0].continues or not continuing):
                 seq = begun.pop(0)
             else:
                 break

@@ -118,7 +118,8 @@ class SimulatedRank:
 
     def take_over(self, lost: SimulatedRank, without: Collection[int] = ()) -> None:
         """That rank is no more: its streams continue here, with what its named blocks hold."""
-        self.events, self.freed, self.lost_cells = lost.events, lost.freed, lost.cells
+        self.events |= lost.events
+        self.freed, self.lost_cells = lost.freed, lost.cells
         sources = {name: LostBlock(0, block, name) for block, name in lost.names.items()}
         self.scheduler.lost.offer(sources)
         for number, request in lost.requests.items():

@@ -186,3 +186,17 @@ def test_a_copy_that_has_not_ended_is_not_taken() -> None:
     ticket = lost.copy([3], [LostBlock(0, 1, b"name")])
     with pytest.raises(InternalError, match="has not ended"):
         lost.take_arrived(ticket)
+
+
+def test_new_prompts_wait_for_streams_that_continue() -> None:
+    """Also while their blocks are copied: a step that is full of new prompts would hold them up."""
+    lost = lost_after(12)
+    rank = SimulatedRank(lost.limits)
+    rank.add(make_request(5, [9] * 40, 4))
+    rank.step()  # 16 of its prompt
+    rank.take_over(lost)
+    rank.add(make_request(6, [8] * 12, 4))
+    sizes = [[(piece.number, len(piece.token_ids)) for piece in rank.step().slices] for _ in range(2)]
+    assert [number for number, _ in sizes[0]] == [1] and sizes[0][0][1] < BLOCK + 1
+    assert sizes[1][0] == (1, 1) and sum(size for _, size in sizes[1]) == 16
+    check_streams(rank)
