@@ -218,6 +218,8 @@ class Engine:
         Returns: blocks forgotten, over all ranks, once every rank has done so.
         Raises: Unavailable, Draining, RankLost; DeadlineExceeded after `seconds`.
         """
+        self._check_serving()
+        self._ranks.forget_lost()  # what lost ranks have left too
         return await self._blocks(FlushCache(), seconds, "flushing the prefix cache")
 
     async def release_kv(self, key: bytes, seconds: float) -> int:

@@ -8,6 +8,7 @@ Units: bytes, blocks.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.sizes import Dtype, kv_block_bytes
+
+log = logging.getLogger(__name__)
 
 PAGE = 4096
 NAME_BYTES = 16  # as the scheduler's digests; zeros name nothing
@@ -99,9 +102,12 @@ class KvMemory:
     def _free(self, place: int) -> None:
         """The names first: who copied a block that has its name afterwards has copied all of it."""
         layout = self.layout
-        with mmap.mmap(self.fd, layout.nbytes, offset=place * layout.nbytes) as memory:
-            memory.madvise(mmap.MADV_REMOVE, 0, layout.names_bytes)
-            memory.madvise(mmap.MADV_REMOVE, layout.names_bytes, layout.parts * layout.pitch)
+        try:
+            with mmap.mmap(self.fd, layout.nbytes, offset=place * layout.nbytes) as memory:
+                memory.madvise(mmap.MADV_REMOVE, 0, layout.names_bytes)
+                memory.madvise(mmap.MADV_REMOVE, layout.names_bytes, layout.parts * layout.pitch)
+        except OSError as error:
+            log.warning("%d bytes of a lost KV cache cannot be freed: %s", layout.nbytes, error)
 
 
 def _whole(size: int) -> int:

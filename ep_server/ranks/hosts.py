@@ -218,8 +218,8 @@ class OneHost:
     ) -> Rank:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
-        process, inside = await _process(self._local, rank, self._shared, callbacks, self._standby)
         start = _start(self._local, rank, self._shared, live, placement)
+        process, inside = await _process(self._local, rank, self._shared, callbacks, self._standby)
         start.joins = True
         if inside is not None:
             start.handover = inside
@@ -254,7 +254,7 @@ class OneHost:
         await self._standby.close()
         shared, self._shared = self._shared, None
         if shared is not None and shared.kv is not None:
-            shared.kv.finish()
+            await asyncio.to_thread(shared.kv.finish)
         for fd in shared.descriptors if shared else ():
             os.close(fd)
 
@@ -311,9 +311,9 @@ async def _spawn_all(
     standby: StandbyPool | None = None,
 ) -> None:
     for rank in local_ranks(local.config):
+        start = _start(local, rank, shared, range(num_ranks(local.config)), local.plan.placement)
         process, inside = await _process(local, rank, shared, callbacks, standby)
         started(process)
-        start = _start(local, rank, shared, range(num_ranks(local.config)), local.plan.placement)
         if inside is not None:
             start.handover = inside
         process.send(pb.ToRank(start=start).SerializeToString())

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ep_server.backends.cpu.shared_kv import SharedKv
 from ep_server.scheduler.lost_blocks import LostBlock, LostBlocks
 
+log = logging.getLogger(__name__)
+
 TURN_SECONDS = 0.05  # of computing time for copies between two steps: the others wait meanwhile
 PIECE = 64  # blocks of a copy, after which the time is looked at
+
+
+@contextmanager
+def _without_copies() -> Iterator[None]:
+    """What cannot be read is computed again."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("KV blocks of a lost rank cannot be read: %s", error)
 
 
 class LostKv:
@@ -26,14 +39,14 @@ class LostKv:
         """Ranks were lost, and these places are what they have left. None: all of it was freed."""
         if self._memory is None:
             return
-        found = self._memory.open(places)
+        found = {}
+        with _without_copies():
+            found = self._memory.names(places)
         self._lost.offer({name: LostBlock(*at, name) for name, at in found.items()})
 
     def forget(self) -> None:
         """What lost ranks have left is freed."""
         self._lost.offer({})
-        if self._memory is not None and self._lost.next is None:
-            self._memory.close_lost()
 
     def before_plan(self) -> list[int]:
         """Copies for a while. Returns: tickets of the copies that have ended."""
@@ -42,7 +55,9 @@ class LostKv:
         while self._memory is not None and (copy := self._lost.next) is not None:
             first = self._done if copy.ticket == self._begun else 0
             blocks, sources = copy.blocks[first : first + PIECE], copy.sources[first : first + PIECE]
-            right = self._memory.copy(blocks, sources)
+            right = 0
+            with _without_copies():
+                right = self._memory.copy(blocks, sources)
             self._begun, self._done = copy.ticket, first + right
             if right < len(blocks) or self._done == len(copy.blocks):
                 self._lost.arrived(copy.ticket, self._done)

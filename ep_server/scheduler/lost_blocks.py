@@ -62,8 +62,9 @@ class LostBlocks:
         """A sequence may find blocks."""
         return bool(self._found)
 
-    def forget_own(self) -> None:
-        """Nobody may use what this rank has computed so far."""
+    def forget_all(self) -> None:
+        """Later requests use nothing that this rank or a lost one has computed so far."""
+        self.offer({})
         if self.names is not None:
             self.names.clear_all()
 

@@ -164,7 +164,7 @@ class RankScheduler:
         Running sequences keep their blocks and offer none until they are placed again. weights: new version.
         """
         self.weights = self._tables.weights = self.weights if weights is None else weights
-        self.lost.forget_own()
+        self.lost.forget_all()
         return self._tables.forget_all(self._decoding + self._prefilling)
 
     def watch_cache(self, *, on: bool) -> None:

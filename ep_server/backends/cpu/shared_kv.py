@@ -24,7 +24,8 @@ NOTHING = bytes(NAME_BYTES)
 class SharedKv:
     """A rank's place in models.kv_memory.KvMemory, which it fills and names; others' places, which it reads.
 
-    The parts of its cache take the memory in their order.
+    The parts of its cache take the memory in their order. Other places are read as a file: to touch a mapping
+    of memory that was freed would allocate it again.
     """
 
     def __init__(self, layout: KvMemoryLayout, fd: int, place: int) -> None:
@@ -33,7 +34,6 @@ class SharedKv:
         self._own = mmap.mmap(fd, layout.nbytes, offset=place * layout.nbytes)
         self._parts = self._cut(self._own)
         self._taken = 0
-        self._lost: dict[int, list[np.ndarray]] = {}  # by place
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the next part of the cache. Raises: InternalError if that is not what the layout has."""
@@ -57,21 +57,12 @@ class SharedKv:
         """Nobody may use what was computed so far."""
         self._own[: self._layout.names_bytes] = bytes(self._layout.names_bytes)
 
-    def open(self, places: Sequence[int]) -> dict[bytes, tuple[int, int]]:
-        """Looks at what lost ranks have left, whose processes have ended. Returns: (place, block) by name.
-
-        Raises: OSError.
-        """
-        layout, found = self._layout, dict[bytes, tuple[int, int]]()
-        self._lost = {
-            place: self._cut(
-                mmap.mmap(self._fd, layout.nbytes, prot=mmap.PROT_READ, offset=place * layout.nbytes)
-            )
-            for place in places
-        }
+    def names(self, places: Sequence[int]) -> dict[bytes, tuple[int, int]]:
+        """(place, block) by name of what ranks have left whose processes have ended. Raises: OSError."""
+        found = dict[bytes, tuple[int, int]]()
         for place in places:
             names = self._names(place)
-            for block in range(layout.blocks):
+            for block in range(self._layout.blocks):
                 name = names[block * NAME_BYTES : (block + 1) * NAME_BYTES]
                 if name != NOTHING:
                     found[name] = place, block
@@ -80,27 +71,23 @@ class SharedKv:
     def copy(self, blocks: Sequence[int], sources: Sequence[tuple[int, int, bytes]]) -> int:
         """Fills own blocks. sources: place, block and name. Returns: how many leading ones are right.
 
-        Not all, if the memory was freed meanwhile. Names are freed first, so they are looked at last.
+        Not all, if the memory was freed meanwhile: names are freed first, so they are looked at last.
+        Raises: OSError.
         """
+        layout = self._layout
         for block, (place, source, _) in zip(blocks, sources, strict=True):
-            for mine, other in zip(self._parts, self._lost.get(place, ()), strict=False):
-                mine[block] = other[source]
+            at = place * layout.nbytes + layout.names_bytes + source * layout.part_bytes
+            for number, mine in enumerate(self._parts):
+                os.preadv(self._fd, [mine[block]], at + number * layout.pitch)
         names = {place: self._names(place) for place in {place for place, _, _ in sources}}
         for count, (place, source, name) in enumerate(sources):
-            there = names[place][source * NAME_BYTES : (source + 1) * NAME_BYTES]
-            if place not in self._lost or there != name:
+            if names[place][source * NAME_BYTES : (source + 1) * NAME_BYTES] != name:
                 return count
         return len(sources)
 
-    def close_lost(self) -> None:
-        """Looks at nothing of lost ranks any more."""
-        self._lost.clear()
-
     def _names(self, place: int) -> bytes:
-        """Read from the file: to touch a mapping would make pages that were freed."""
         size = self._layout.blocks * NAME_BYTES
-        found = os.pread(self._fd, size, place * self._layout.nbytes)
-        return found.ljust(size, b"\0")
+        return os.pread(self._fd, size, place * self._layout.nbytes).ljust(size, b"\0")
 
     def _cut(self, memory: mmap.mmap) -> list[np.ndarray]:
         layout = self._layout

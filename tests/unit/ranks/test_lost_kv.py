@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 
@@ -80,6 +81,24 @@ def test_a_dropped_copy_ends_between_pieces(memory: KvMemory, monkeypatch: pytes
     following = blocks.copy([4, 5], blocks.find(NAMES[10:12]))
     assert made.before_plan() == [following] and blocks.take_arrived(following) == 2
     assert parts[1][:6, 0].tolist() == [0, 0, 1, 0, 10, 11]
+
+
+def test_memory_that_cannot_be_read_is_computed_again(
+    memory: KvMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a page that the hardware has lost."""
+    blocks, made, _ = taking_over(memory, monkeypatch)
+    ticket = blocks.copy([1, 2, 3], blocks.find(NAMES[:3]))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "read error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    assert made.before_plan() == [ticket] and blocks.take_arrived(ticket) == 0
+    monkeypatch.setattr(os, "pread", fail)
+    made.offer(memory.lost)
+    assert not blocks
+    assert caplog.text.count("cannot be read") == 2
 
 
 def test_nothing_outlives_a_rank_without_this_memory() -> None:

@@ -130,6 +130,17 @@ def test_other_weights_find_nothing() -> None:
     check_streams(rank)
 
 
+def test_a_flush_takes_away_what_lost_ranks_have_left() -> None:
+    """Offered before, asked for afterwards."""
+    lost = lost_after(12)
+    rank = SimulatedRank(lost.limits)
+    rank.take_over(lost)
+    rank.scheduler.flush_cache()
+    rank.step()
+    assert rank.scheduler.lost.copied == 0
+    check_streams(rank)
+
+
 def test_a_flush_takes_all_names_away() -> None:
     lost = lost_after(12)
     assert lost.names
