@@ -46,9 +46,9 @@ def heap_bytes(spec: ExchangeSpec) -> int:
 def device_memory(spec: ExchangeSpec, *, many: bool) -> DeviceMemory:
     """many: also for many rows at once, where the spec allows. Raises: ConfigError."""
     geometry = geometry_of(spec)
-    slots = _C.device_region(geometry)
+    slots = _whole(_C.device_region(geometry))
     if not (many and has_normal(spec)):
-        return DeviceMemory(_whole(slots))
+        return DeviceMemory(slots)
     heap = _whole(_C.device_region(geometry, heap_bytes(spec))) - slots
     rows, choices = spec.num_ranks * spec.max_tokens, min(spec.top_k, most_experts(spec))
     sums, sent = rows * spec.hidden * BF16_BYTES, spec.max_tokens * _row_bytes(spec)

@@ -55,6 +55,7 @@ STANDING |= {
     "epserver_recovery_phase_seconds_sum",
     "epserver_recovery_phase_seconds_count",
     "epserver_requests_recovered_total",
+    "epserver_recovery_copied_tokens_total",
     "epserver_live_ranks",
     "epserver_rank_loss_lacking_bytes",
 }

@@ -110,6 +110,13 @@ async def used(server: Running) -> int:
     return sum(rank.kv_blocks_used for rank in (await server.client.loads()).ranks)
 
 
+async def something_held(server: Running) -> None:
+    """Once its ranks have reported it: they do so now and then."""
+    async with asyncio.timeout(WAIT / 2):
+        while not await used(server):
+            await asyncio.sleep(0.02)
+
+
 async def nothing_held(server: Running, before: int = 0) -> None:
     """Long before handoff.hold_seconds. before: blocks that others hold."""
     async with asyncio.timeout(WAIT / 2):
