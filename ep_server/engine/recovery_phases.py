@@ -29,9 +29,7 @@ class RecoveryPhases:
         self._down = False  # a rank is lost, and requests are yet to be given again
         self._given: set[int] = set()  # numbers of begun requests without a token since any loss
         self._continuing: set[int] = set()  # of these, those of the newest loss that had tokens
-        self._tokens = self._cached = (
-            0  # of prompts and outputs given again; of these, found in prefix caches
-        )
+        self._tokens = self._cached = 0  # of what is given again; of these, found in prefix caches
         self._no_token = False
 
     def lost(self, seconds: float | None) -> None:

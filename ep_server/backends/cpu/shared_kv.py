@@ -7,6 +7,7 @@ Units: blocks, bytes.
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -78,7 +79,8 @@ class SharedKv:
         for block, (place, source, _) in zip(blocks, sources, strict=True):
             at = place * layout.nbytes + layout.names_bytes + source * layout.part_bytes
             for number, mine in enumerate(self._parts):
-                os.preadv(self._fd, [mine[block]], at + number * layout.pitch)
+                if os.preadv(self._fd, [mine[block]], at + number * layout.pitch) != layout.part_bytes:
+                    raise OSError(errno.EIO, f"block {source} of place {place} was not read whole")
         names = {place: self._names(place) for place in {place for place, _, _ in sources}}
         for count, (place, source, name) in enumerate(sources):
             if names[place][source * NAME_BYTES : (source + 1) * NAME_BYTES] != name:

@@ -1,13 +1,13 @@
 """Which blocks of an FP8 cache a step's prompt chunks need as bfloat16, and whether copying them pays.
 
 Tensor cores have no product of bfloat16 and FP8 values. The Hopper kernel for chunks therefore reads a copy
-in bfloat16, made by one kernel per layer ahead of it; Triton's kernel widens what it loads, at half the rate.
-The host chooses for each step, and all layers use the same scratch memory. Units: blocks, tokens, bytes.
+in bfloat16, made by one kernel per layer ahead of it. Triton's kernel widens what it loads, at a third of the
+rate. The host chooses for each step; all layers use the same scratch memory. Units: blocks, tokens, bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,14 +38,7 @@ class Widening:
     def of(spec: GqaSpec, block_size: int, wanted: int, num_sms: int) -> Widening:
         """Room for `wanted` blocks, or for as many as MOST_BYTES hold."""
         rule = Widening(spec.heads, spec.kv_heads, spec.head_dim, block_size, wanted, num_sms)
-        return Widening(
-            spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            block_size,
-            min(wanted, MOST_BYTES // rule.block_bytes),
-            num_sms,
-        )
+        return replace(rule, blocks=min(wanted, MOST_BYTES // rule.block_bytes))
 
     @property
     def block_bytes(self) -> int:
@@ -67,9 +60,8 @@ class Widening:
         Args:
             tokens, contexts: [N] of each chunk; a context includes the chunk. blocks: distinct ones.
         """
-        copied = (
-            LAUNCH_SECONDS + blocks * self.block_bytes * 1.5 / COPY_BYTES
-        )  # a code is half of what it becomes
+        moved = blocks * self.block_bytes * 1.5  # a code is half of what it becomes
+        copied = LAUNCH_SECONDS + moved / COPY_BYTES
         hopper = self._seconds(tokens, contexts, HOPPER_ROWS, HOPPER_PARTS, HOPPER_FLOPS)
         return copied + hopper < self._seconds(tokens, contexts, TRITON_ROWS, 1, TRITON_FLOPS)
 

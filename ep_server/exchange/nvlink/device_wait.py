@@ -23,7 +23,7 @@ def await_idle(device: torch.device, seconds: float = IDLE_SECONDS) -> None:
     def wait() -> None:
         try:
             torch.cuda.synchronize(device)
-        except RuntimeError as error:
+        except Exception as error:
             done.set_exception(error)
         else:
             done.set_result(None)

@@ -161,6 +161,18 @@ def test_a_rank_that_leaves_gives_its_memory_back_at_once(memory: KvMemory) -> N
     assert held(memory) == 0 and not memory.lost
 
 
+def test_a_block_that_is_not_read_whole_is_an_error(
+    memory: KvMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is right all the same."""
+    lost, reader = (SharedKv(LAYOUT, memory.fd, memory.take(rank)) for rank in (0, 1))
+    cache(reader)
+    lost.set(0, OLD)
+    monkeypatch.setattr(os, "preadv", lambda *_: LAYOUT.part_bytes - 1)
+    with pytest.raises(OSError, match="block 0 of place 0 was not read whole"):
+        reader.copy([0], [(0, 0, OLD)])
+
+
 def test_the_place_of_a_copy_may_be_gone_between_its_pieces(memory: KvMemory) -> None:
     """The names go first: what is copied afterwards is not taken for whole."""
     lost, reader = (SharedKv(LAYOUT, memory.fd, memory.take(rank)) for rank in (0, 1))
