@@ -50,8 +50,13 @@ class SpareSlots:
         slots = self.slots_per_rank or slots_needed(self.num_experts, live)
         return live * self.slot_bytes * slots_lacking(self.num_experts, slots, live)
 
+    def ranks_to_lose(self, live: int) -> int:
+        """How many live ranks may be lost together, and the others have slots for all experts."""
+        slots = self.slots_per_rank or slots_needed(self.num_experts, live)
+        return live + -self.num_experts // slots  # but those that it takes to hold every expert
+
     def described(self, live: int) -> str:
-        """For people: whether any one of the live ranks may be lost now."""
+        """For people: how many of the live ranks may be lost now."""
         if live == 1:
             return "one rank: after its loss the streams wait for a new one"
         lacking = self.lacking_bytes(live)
@@ -60,8 +65,10 @@ class SpareSlots:
                 f"expert slots: after the loss of a rank the others wait for a new one; to go on without it "
                 f"takes {lacking / 2**20:,.1f} MiB more for spare slots (resilience.spare_slots)"
             )
+        most = self.ranks_to_lose(live)
+        any_of = "one" if most == 1 else str(most)
         spares = f"{self.spares} spare slots per layer and rank"
-        return f"expert slots: any one of {live} ranks may be lost now, with {spares}"
+        return f"expert slots: any {any_of} of {live} ranks may be lost now, with {spares}"
 
 
 def with_spares(config: Config, spares: int) -> Config:

@@ -10,6 +10,7 @@ from ep_server.errors import ConfigError
 from ep_server.orders import CountExperts, PreparePlacement, SwitchChange
 from ep_server.ranks.group import plan_group
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.slots import SpareSlots
 from ep_server.records import EMPTY
 from ep_server.scheduler import Placement
 from tests.support.models.checkpoints import EXPERTS, TOP_K, Tiny
@@ -43,6 +44,14 @@ def test_the_plan_counts_slots(tiny: Tiny) -> None:
     fixed = sum(plain.weight_bytes)
     little = plan_group(rank_config(tiny.path, 2), available=fixed + (3 << 28))
     assert little.spares.spares in (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("spares", "lost"),
+    [(2, "after the loss of a rank the others wait"), (7, "any one of 4 ranks"), (8, "any 2 of 4 ranks")],
+)
+def test_the_log_says_how_many_ranks_may_be_lost(spares: int, lost: str) -> None:
+    assert lost in SpareSlots(spares, 8 + spares, num_experts=32, slot_bytes=1).described(live=4)
 
 
 def test_spare_slots_need_ranks_that_outlive_a_loss(tiny: Tiny) -> None:
