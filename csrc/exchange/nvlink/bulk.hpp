@@ -1,8 +1,6 @@
 // The exchange of many rows at once, on a bounded number of multiprocessors. A dispatch is planned first:
 // ranks tell each other how many rows they send, and every row gets its final place. Rows are then copied
-// straight to that place, in the order of (source, token): through registers, where they leave for several
-// ranks; back through shared memory by the copy engine, which leaves the registers to the sums. Units:
-// bytes.
+// straight to that place through registers, in the order of (source, token). Units: bytes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -64,31 +62,10 @@ struct BulkCombineArgs {
   uint32_t tokens, row_bytes, top_k;
 };
 
-// Of combine: a ring of stages in shared memory for each warp that copies. A row is cut into equal pieces.
-struct BulkRing {
-  static constexpr uint32_t kStages = 10, kLead = 5;  // kLead: loads in flight ahead of the stores
-  static constexpr uint32_t kPiece = 4096;            // most bytes of a stage
-  static constexpr uint32_t kAlign = 128;             // of stages: the copy engine is slow elsewhere
-  static constexpr uint32_t kWarps = 4;               // that copy, of a block
-
-  EP_HOST_DEVICE static constexpr uint32_t piece(uint32_t row_bytes) {
-    const uint32_t count = (row_bytes + kPiece - 1) / kPiece;
-    return uint32_t(align_up((row_bytes + count - 1) / count, kAlign));
-  }
-  // The barriers of a warp come first.
-  EP_HOST_DEVICE static constexpr uint32_t bytes(uint32_t row_bytes) {
-    return kAlign + kStages * piece(row_bytes);
-  }
-  // Of a block; its rings start at a multiple of kAlign.
-  EP_HOST_DEVICE static constexpr uint32_t shared(uint32_t row_bytes) {
-    return kAlign + kWarps * bytes(row_bytes);
-  }
-};
-static_assert(BulkRing::kStages * sizeof(uint64_t) <= BulkRing::kAlign);
 constexpr uint32_t kBulkPlanThreads = 256;
 constexpr uint32_t kBulkDispatchThreads = 640;  // the warps that do not send rows write what goes with them
-constexpr uint32_t kBulkCombineThreads = 640;   // here they sum
-constexpr uint32_t kSendingWarps = 8;           // of a dispatch's block
+constexpr uint32_t kBulkCombineThreads = 640;
+constexpr uint32_t kSendingWarps = 8;  // of a dispatch's block
 
 // Blocks of a dispatch that only copy what stays on this GPU. With many blocks all do everything: then each
 // has little that waits.

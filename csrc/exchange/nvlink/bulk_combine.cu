@@ -1,6 +1,6 @@
-// Returns rows to their tokens' source and sums them there, in float32 and in rank order. In each
-// block some warps copy rows to their sources, one warp publishes which rows have arrived, and the others sum
-// tokens whose rows are here. Only the publishing warp waits until writes have reached another GPU.
+// Returns rows to their tokens' source and sums them there, in float32 and in rank order. Some blocks copy
+// rows to their sources, and one warp of each publishes which have arrived: only that warp waits until writes
+// have reached another GPU. The other blocks sum tokens whose rows are here.
 #include "exchange/nvlink/bulk_copy.cuh"
 #include "exchange/nvlink/weighted_sum.cuh"
 
@@ -37,12 +37,35 @@ __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins,
   return {source, number, begin, begin < end ? min(kChunkRows, end - begin) : 0};
 }
 
+// What the blocks do. Some return rows: one warp publishes, the others copy. The rest only sum, since loads
+// for sums would wait behind stores that wait for the link. A single block does both.
+struct Roles {
+  static constexpr uint32_t kMostReturning = 16;  // blocks that fill the link
+  uint32_t returning, copying, summing;  // blocks that return; warps that copy, and that sum, of this block
+
+  __device__ __forceinline__ explicit Roles(uint32_t ranks) {
+    const uint32_t warps = blockDim.x / kWarp;
+    returning = ranks == 1 ? 0 : max(1u, min(gridDim.x / 2, kMostReturning));
+    const bool both = gridDim.x == 1, returns = blockIdx.x < returning;
+    copying = !returns ? 0 : both ? warps / 2 : warps - 1;
+    summing = !returns ? warps : both ? warps - copying - 1 : 0;
+  }
+  // Among all warps that sum.
+  __device__ __forceinline__ uint32_t first_sum(uint32_t warp) const {
+    return gridDim.x == 1 ? warp + summing - blockDim.x / kWarp
+                          : warp * (gridDim.x - returning) + blockIdx.x - returning;
+  }
+  __device__ __forceinline__ uint32_t sums() const {
+    return summing * (gridDim.x == 1 ? 1 : gridDim.x - returning);
+  }
+};
+
 // The chunks of one copying warp: first, first + step, ...
 struct Share {
   uint32_t first, step, count;
 
-  __device__ __forceinline__ Share(const Device& g, const Begins& begins, uint32_t warp)
-      : first(warp * gridDim.x + blockIdx.x), step(BulkRing::kWarps * gridDim.x), count(0) {
+  __device__ __forceinline__ Share(const Device& g, const Begins& begins, const Roles& roles, uint32_t warp)
+      : first(warp * roles.returning + blockIdx.x), step(roles.copying * roles.returning), count(0) {
     uint32_t most = 0;
     for (uint32_t s = 0; s < g.num_ranks; ++s)
       if (s != g.rank) most = max(most, begins.rows(s));
@@ -53,7 +76,7 @@ struct Share {
 
 // How many chunks each copying warp has written. In shared memory.
 struct Written {
-  uint32_t chunks[BulkRing::kWarps];
+  uint32_t chunks[kWarp];
 
   // The whole warp calls it.
   __device__ __forceinline__ void set(uint32_t warp, uint32_t count) {
@@ -63,11 +86,11 @@ struct Written {
 };
 
 // One warp signals the sources which chunks have arrived, until all have. Lane = copying warp.
-__device__ __forceinline__ void publish_chunks(const Device& g, const Begins& begins, const Written& written,
-                                               uint64_t operation) {
+__device__ __forceinline__ void publish_chunks(const Device& g, const Begins& begins, const Roles& roles,
+                                               const Written& written, uint64_t operation) {
   const uint32_t lane = threadIdx.x % kWarp;
-  const Share share(g, begins, min(lane, BulkRing::kWarps - 1));
-  const uint32_t count = lane < BulkRing::kWarps ? share.count : 0;
+  const Share share(g, begins, roles, min(lane, roles.copying - 1));
+  const uint32_t count = lane < roles.copying ? share.count : 0;
   uint32_t published = 0;
 #pragma unroll 1
   while (__any_sync(kFull, published < count)) {
@@ -81,63 +104,29 @@ __device__ __forceinline__ void publish_chunks(const Device& g, const Begins& be
   }
 }
 
-// Waits until the pieces of all chunks but the last are written.
-__device__ __forceinline__ void await_chunk_before(uint32_t pieces) {
-  if (pieces >= 16)
-    await_pieces_written<16>();
-  else if (pieces >= 8)
-    await_pieces_written<8>();
-  else if (pieces >= 4)
-    await_pieces_written<4>();
-  else
-    await_pieces_written<kChunkRows>();
-}
-
 // One warp returns its share of the chunks.
 __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
-                                            const Begins& begins, uint32_t warp, Written& written) {
+                                            const Begins& begins, const Roles& roles, uint32_t warp,
+                                            Written& written) {
   const uint32_t lane = threadIdx.x % kWarp, others = g.num_ranks - 1;
-  const Share share(g, begins, warp);
-  const uint32_t first = share.first, step = share.step;
+  const Share share(g, begins, roles, warp);
   const auto* x = static_cast<const std::byte*>(a.x);
-  // Where a row goes; null = its source has no room. Its weights are copied along with it.
-  const auto place_of = [&](const Chunk& c, uint32_t row, bool with_weights) -> std::byte* {
+#pragma unroll 1
+  for (uint32_t i = 0; i < share.count; ++i) {
+    const Chunk c = chunk_of(g, begins, share.first + i * share.step);
     const BulkPeer peer = o.peers[c.source];
-    const uint32_t tokens = peer.capacity / others, place = c.number * kChunkRows + row;
-    if (place >= tokens) return nullptr;
-    const uint64_t to = uint64_t(part_of(c.source, g.rank)) * tokens + place;
-    if (with_weights && a.weights != nullptr && lane < a.top_k) {
-      const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);
-      reinterpret_cast<float*>(peer.block + b.weights)[to * a.top_k + lane] =
-          a.weights[uint64_t(c.begin + row) * a.top_k + lane];
+    const uint32_t tokens = peer.capacity / others, first = c.number * kChunkRows;
+    const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);
+#pragma unroll 1
+    for (uint32_t row = 0; row < c.count && first + row < tokens; ++row) {  // else its source has no room
+      const uint64_t from = c.begin + row, to = uint64_t(part_of(c.source, g.rank)) * tokens + first + row;
+      if (a.weights != nullptr && lane < a.top_k)
+        reinterpret_cast<float*>(peer.block + b.weights)[to * a.top_k + lane] =
+            a.weights[from * a.top_k + lane];
+      copy_row(x + from * a.row_bytes, a.row_bytes, [&](auto&& put) { put(peer.block + to * a.row_bytes); });
     }
-    return peer.block + to * a.row_bytes;
-  };
-  const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
-  const uint32_t per_chunk = kChunkRows * pieces;
-  BulkCopy copy(a.row_bytes);
-  copy.run(
-      share.count * per_chunk,
-      [&](uint32_t i, uint32_t& bytes) {
-        const uint32_t of = i / per_chunk, rest = i - of * per_chunk, row = rest / pieces,
-                       at = (rest - row * pieces) * piece;
-        const Chunk c = chunk_of(g, begins, first + of * step);
-        bytes = row < c.count ? min(piece, a.row_bytes - at) : 0;
-        return static_cast<const void*>(x + uint64_t(c.begin + row) * a.row_bytes + at);
-      },
-      [&](uint32_t i, const std::byte* stage, uint32_t bytes) {
-        const uint32_t of = i / per_chunk, rest = i - of * per_chunk, row = rest / pieces,
-                       at = (rest - row * pieces) * piece;
-        std::byte* to = place_of(chunk_of(g, begins, first + of * step), row, at == 0);
-        if (to != nullptr) store_piece(to + at, stage, bytes);
-      },
-      [&](uint32_t i) {
-        const uint32_t of = i / per_chunk;
-        if (i - of * per_chunk != per_chunk - 1 || of == 0) return;
-        await_chunk_before(per_chunk);
-        written.set(warp, of);
-      });
-  written.set(warp, share.count);
+    written.set(warp, i + 1);
+  }
 }
 
 // 8 bf16 channels added to 8 sums.
@@ -255,7 +244,8 @@ __device__ __forceinline__ void sum_tokens(const Device& g, const BulkCombineArg
     sum_token(g, a, token, row_from(g, a, place, lane, own, begin));
     if (a.out_weights != nullptr) sum_weights(g, a, own, token, place, begin);
   }
-  if (blockIdx.x == 0 && waited != 0) raise(g.state->bulk[uint32_t(Op::kCombine)].wait_ns[lane], waited);
+  if (blockIdx.x == gridDim.x - 1 && waited != 0)
+    raise(g.state->bulk[uint32_t(Op::kCombine)].wait_ns[lane], waited);
 }
 
 __global__ void __launch_bounds__(kBulkCombineThreads, 1)
@@ -263,18 +253,19 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
   __shared__ BulkOpened o;
   __shared__ Begins begins;
   __shared__ Written written;
-  if (threadIdx.x < BulkRing::kWarps) written.chunks[threadIdx.x] = 0;
+  if (threadIdx.x < kWarp) written.chunks[threadIdx.x] = 0;
   begins.find(g, a.prefix);
   open_bulk(g, Op::kCombine, &a.target, o);
-  const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::kWarps;
-  const uint32_t others = copying + 1, summing = blockDim.x / kWarp - others;
-  if (o.alive && warp < copying && g.num_ranks > 1)
-    return_rows(g, a, o, begins, warp, written);
-  else if (o.alive && warp == copying && g.num_ranks > 1) {
-    publish_chunks(g, begins, written, o.operation);
+  const Roles roles(g.num_ranks);
+  const uint32_t warp = threadIdx.x / kWarp;
+  if (o.alive && warp < roles.copying) {
+    return_rows(g, a, o, begins, roles, warp, written);
+  } else if (o.alive && roles.copying != 0 && warp == roles.copying) {
+    publish_chunks(g, begins, roles, written, o.operation);
     if (blockIdx.x == 0 && threadIdx.x % kWarp == 0) note_sent(g, Op::kCombine);
-  } else if (o.alive && warp > copying)
-    sum_tokens(g, a, o, begins.at[g.rank], (warp - others) * gridDim.x + blockIdx.x, summing * gridDim.x);
+  } else if (o.alive) {
+    sum_tokens(g, a, o, begins.at[g.rank], roles.first_sum(warp), roles.sums());
+  }
   close_bulk(g, o);
   if (threadIdx.x == 0 && o.alive) raise(g.state->bulk[uint32_t(Op::kCombine)].end_ns, clock_ns());
   if (blockIdx.x == 0 && threadIdx.x == kWarp) flush_bulk_times(g, Op::kDispatch);
@@ -283,8 +274,7 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
 }  // namespace
 
 cudaError_t bulk_combine(const BulkLaunch& launch, const Device& device, const BulkCombineArgs& args) {
-  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads, BulkRing::shared(args.row_bytes),
-                           device, args);
+  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads, 0, device, args);
 }
 
 }  // namespace ep::cuda

@@ -1,4 +1,4 @@
-// What the kernels of bulk.hpp share: their start and end, waits, and rows that pass through shared memory.
+// What the kernels of bulk.hpp share: their start and end, waits, and copies of rows.
 #pragma once
 
 #include "exchange/nvlink/bulk.hpp"
@@ -128,14 +128,6 @@ __device__ __forceinline__ void await_done(const Device& g, Op op, const BulkOpe
   __syncwarp();
 }
 
-// The ring of a copying warp.
-__device__ __forceinline__ std::byte* bulk_ring(uint32_t row_bytes) {
-  auto* shared = reinterpret_cast<std::byte*>(dynamic_shared());
-  const uint32_t past = uint32_t(reinterpret_cast<uintptr_t>(shared)) % BulkRing::kAlign;
-  return shared + (BulkRing::kAlign - past) % BulkRing::kAlign +
-         threadIdx.x / kWarp * BulkRing::bytes(row_bytes);
-}
-
 // Copies a row of this GPU through registers. to_all(put) calls put(at) for every place. The whole warp calls
 // it.
 template <class ToAll>
@@ -155,53 +147,5 @@ __device__ __forceinline__ void copy_row(const std::byte* row, uint32_t bytes, T
     });
   }
 }
-
-// Rows on their way through the shared memory of one warp, by the copy engine.
-struct BulkCopy {
-  uint64_t* barriers;
-  std::byte* stages;
-  uint32_t pitch, filled;  // filled: bit per stage, the phase of its barrier
-
-  __device__ explicit BulkCopy(uint32_t row_bytes)
-      : barriers(reinterpret_cast<uint64_t*>(bulk_ring(row_bytes))),
-        stages(bulk_ring(row_bytes) + BulkRing::kAlign),
-        pitch(BulkRing::piece(row_bytes)),
-        filled(0) {
-    if (threadIdx.x % kWarp == 0)
-      for (uint32_t i = 0; i < BulkRing::kStages; ++i) init_copy_barrier(barriers + i);
-    publish_copy_barriers();
-    __syncwarp();
-  }
-
-  // Copies `items` pieces. from(i, bytes): where piece i is, its size; 0 bytes = nothing. to(i, stage, bytes)
-  // stores it. after(i) runs behind the stores of piece i. The whole warp calls it.
-  template <class From, class To, class After>
-  __device__ __forceinline__ void run(uint32_t items, From&& from, To&& to, After&& after) {
-    constexpr uint32_t kStages = BulkRing::kStages, kLead = BulkRing::kLead;
-    uint32_t load_stage = 0, store_stage = 0;
-#pragma unroll 1
-    for (uint32_t i = 0; i < items + kLead; ++i) {
-      if (i < items) {
-        await_pieces_read<kStages - kLead - 1>();
-        uint32_t bytes;
-        const void* piece = from(i, bytes);
-        if (bytes != 0) load_piece(stages + load_stage * pitch, piece, bytes, barriers + load_stage);
-        load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
-      }
-      if (i < kLead) continue;
-      uint32_t bytes;
-      from(i - kLead, bytes);
-      if (bytes != 0) {
-        await_piece(barriers + store_stage, filled >> store_stage & 1);
-        filled ^= 1u << store_stage;
-        to(i - kLead, stages + store_stage * pitch, bytes);
-      }
-      commit_pieces();
-      after(i - kLead);
-      store_stage = store_stage + 1 == kStages ? 0 : store_stage + 1;
-    }
-    await_pieces_written<0>();
-  }
-};
 
 }  // namespace ep::cuda

@@ -5,9 +5,7 @@
 #include <time.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <deque>
 
 namespace ep::cuda {
 
@@ -90,78 +88,6 @@ inline uint4 load16_again(const void* from) { return load16(from); }
 
 inline void add_system(void* cell, uint64_t by) {
   __atomic_fetch_add(static_cast<uint64_t*>(cell), by, __ATOMIC_RELEASE);
-}
-
-// The copy engine. One lane does a copy, as early or as late as the real one may: every second load waits for
-// await_piece(), and a store for await_pieces_read(), or for await_pieces_written().
-namespace engine {
-struct Copy {
-  void* to;
-  const void* from;
-  uint32_t bytes;
-  uint64_t group;
-  void run() const { std::memcpy(to, from, bytes); }
-};
-// Of the warps of a block.
-struct Stores {
-  std::deque<Copy> copies;
-  uint64_t groups = 0;
-};
-inline thread_local Stores stores[32];
-inline thread_local uint32_t loads = 0;
-
-inline bool is_first_lane() { return threadIdx.x % 32 == 0; }
-inline void end_groups_but(uint64_t pending) {
-  if (!is_first_lane()) return;
-  Stores& mine = stores[threadIdx.x / 32];
-  for (; !mine.copies.empty() && mine.copies.front().group + pending < mine.groups; mine.copies.pop_front())
-    mine.copies.front().run();
-}
-}  // namespace engine
-
-// A barrier: the address of a copy that waits, and the phase.
-inline void init_copy_barrier(uint64_t* barrier) {
-  *barrier = 0;
-  engine::stores[threadIdx.x / 32] = {};
-}
-inline void publish_copy_barriers() {}
-inline void load_piece(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-  if (!engine::is_first_lane()) return;
-  if (*barrier > 1) std::abort();  // a stage is loaded twice
-  auto* copy = new engine::Copy{to, from, bytes, 0};
-  if (++engine::loads % 2 == 0) {
-    copy->run();
-    copy->bytes = 0;
-  }
-  *barrier |= uint64_t(copy);
-}
-inline void await_piece(uint64_t* barrier, uint32_t phase) {
-  if (engine::is_first_lane()) {
-    auto* copy = reinterpret_cast<engine::Copy*>(*barrier & ~1ull);
-    if (copy == nullptr || (*barrier & 1) != phase) std::abort();  // it would never end, or at once
-    copy->run();
-    delete copy;
-    *barrier = phase ^ 1;
-  }
-  __syncwarp();
-}
-inline void order_pieces_behind_words() { __syncwarp(); }
-inline void publish_stage() { __syncwarp(); }
-inline void store_piece(void* to, const void* from, uint32_t bytes) {
-  if (!engine::is_first_lane()) return;
-  engine::Stores& mine = engine::stores[threadIdx.x / 32];
-  mine.copies.push_back({to, from, bytes, mine.groups});
-}
-inline void commit_pieces() {
-  if (engine::is_first_lane()) ++engine::stores[threadIdx.x / 32].groups;
-}
-template <uint32_t kPending>
-void await_pieces_read() {
-  engine::end_groups_but(kPending);
-}
-template <uint32_t kPending>
-void await_pieces_written() {
-  engine::end_groups_but(kPending);
 }
 
 }  // namespace ep::cuda
