@@ -2,12 +2,12 @@
 
     python3 benchmarks/session_turns.py [--history 16384] [--streams 32] [--rounds 5] [--eager]
 
-Weights are random, of a config.json in benchmarks/shapes. Each round has a first turn over a new history,
-which is a new prefill, then turns over other histories until the first one is evicted, then a second turn
-over it, which must find it in the host tier. The other streams decode all the time. Their gaps between tokens
-are sorted by what runs meanwhile. A turn ends with its first token. Times are from submit() to that token, in
-the server's process, without gRPC. Gaps include what the readers' event loop adds. The times of the rank's
-steps do not: a step lasts from the end of the one before to its own end.
+Weights are random, of a config.json in benchmarks/shapes. At first each round's history runs, and others
+until it is evicted. Then other streams decode all the time, beside one first turn over a new history, which
+is a new prefill, and a second turn over the history of each round, which must find it in the host tier. The
+streams' gaps between tokens are sorted by what runs meanwhile. A turn ends with its first token. Times are
+from submit() to that token, in the server's process, without gRPC. Gaps include what the readers' event
+loop adds. The times of the rank's steps do not: a step lasts from the end of the one before to its own end.
 """
 
 from __future__ import annotations
@@ -193,17 +193,16 @@ async def measure(options: argparse.Namespace, folder: Path, *, graphs: bool) ->
     launched = time.perf_counter()
     async with running(config, ServedModel.load(config.model), lambda *_: None) as engine:
         start = time.perf_counter() - launched
+        for prompt in (prompt for those in prompts for prompt in those):
+            await turn(engine, prompt)
         streams, steps = Streams(engine, vocab, new), Steps(engine)
         tasks = [asyncio.create_task(streams.run(number)) for number in range(options.streams)]
         tasks.append(asyncio.create_task(steps.follow()))
         while streams.started < options.streams:
             await asyncio.sleep(0.05)
-        await turn(engine, alone)  # what the first prompt of this length alone has to prepare
-        for those, more in zip(prompts, again, strict=True):
-            begin, end, _ = await turn(engine, those[0])
-            first.append((begin, end))
-            for other in those[1:]:
-                await turn(engine, other)
+        begin, end, _ = await turn(engine, alone)
+        first.append((begin, end))
+        for more in again:
             await asyncio.sleep(options.pause)
             since = time.perf_counter()
             await asyncio.sleep(options.pause)
