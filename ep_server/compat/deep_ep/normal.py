@@ -312,7 +312,7 @@ def returned_of(x: torch.Tensor, weights: torch.Tensor | None, bias: Bias, handl
 
 
 def _check_rows(x: torch.Tensor) -> None:
-    """Raises InvalidArgument for rows that the copy engine cannot move."""
+    """Raises InvalidArgument for rows that do not lie in words of ROW_UNIT bytes."""
     row_bytes = x.shape[1] * x.itemsize
     if row_bytes == 0 or row_bytes % ROW_UNIT or x.data_ptr() % ROW_UNIT:
         raise InvalidArgument("x", f"rows of {row_bytes} bytes", f"at multiples of {ROW_UNIT} bytes")
