@@ -10,12 +10,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from ep_server.backends.gpu.capability import native_built
 from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
+from ep_server.backends.gpu.waiting import STEP_SECONDS, Event, await_event
 from ep_server.backends.kv_rows import HostMemory, HostSlots, Kind
 from ep_server.models.kv_cache import KvCache
 
@@ -58,10 +58,14 @@ class GpuRows:
     """As backends.kv_rows.CpuRows. Each direction has a stream and a buffer of its own, used in turn.
 
     Rows leave on a stream of high priority: a few small kernels beside those of a prefill.
+
+    Args:
+        patience: seconds for which steps may wait for ranks that are lost.
     """
 
-    def __init__(self, cache: KvCache, device: torch.device) -> None:
+    def __init__(self, cache: KvCache, device: torch.device, patience: float = 0.0) -> None:
         self.block_size, self._device = cache.block_size, device
+        self._step_seconds = STEP_SECONDS + patience
         parts = cache.parts()
         self._parts, self._part_bytes = parts, parts[0].shape[1] // cache.block_size
         self.parts, self.row_bytes = len(parts), len(parts) * self._part_bytes
@@ -126,15 +130,16 @@ class GpuRows:
                 if isinstance(slots, DeviceSlots):
                     self._move(slots.address(slot) + at, buffer, gather=False)
                 else:
+                    self._out.await_copies()  # a copy to the host would wait for them without a deadline
                     slots.tensor(slot, at + buffer.numel())[at:].copy_(buffer.view(-1))
-            self._out.stream.synchronize()
+            self._out.await_copies()
 
     def write(
-        self, places: torch.Tensor, parts: slice, slots: HostMemory | DeviceSlots, slot: int, after: Any
+        self, places: torch.Tensor, parts: slice, slots: HostMemory | DeviceSlots, slot: int, after: Event
     ) -> None:
-        """As KvRows.write."""
+        """As KvRows.write. The host waits for `after`: a copy from it would do so without a deadline."""
+        await_event(after, self._step_seconds, "the steps before a fetch")
         with self._in.lock, torch.cuda.device(self._device), torch.cuda.stream(self._in.stream):
-            self._in.stream.wait_event(after)
             addresses, index = self._addresses[parts], places.to(self._device)
             for first, buffer in self._pieces(len(places), len(addresses), self._in):
                 at = first * buffer[0].numel()
@@ -143,7 +148,7 @@ class GpuRows:
                 else:
                     buffer.view(-1).copy_(slots.tensor(slot, at + buffer.numel())[at:])
                 scatter_blocks(addresses, index[first : first + len(buffer)], buffer)
-            self._in.stream.synchronize()
+                self._in.await_copies()
 
     def _move(self, address: int, buffer: torch.Tensor, *, gather: bool) -> None:
         """Copies between a slot, which no tensor names, and the buffer, part by part of each row."""
@@ -174,6 +179,10 @@ class _Direction:
     def stream(self) -> torch.cuda.Stream:
         """Beside that of the steps."""
         return torch.cuda.Stream(self._device, self._priority)  # type: ignore[no-untyped-call]
+
+    def await_copies(self) -> None:
+        """Until all of them have ended. Raises: InternalError after STEP_SECONDS."""
+        await_event(self.stream.record_event(), STEP_SECONDS, "copies of KV rows")
 
     def buffer(self, size: int) -> torch.Tensor:
         """Of this size, which is always the same."""

@@ -13,12 +13,13 @@ from collections.abc import Iterable
 import torch
 
 from ep_server import _C, _cuda
-from ep_server.errors import ExchangeError, InvalidArgument, StartupError
+from ep_server.errors import InvalidArgument
 from ep_server.exchange.bootstrap import share_regions
 from ep_server.exchange.bulk import Arrival, Plan, Returned, Routing, Rows
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink import launch
 from ep_server.exchange.nvlink.device_wait import await_idle
+from ep_server.exchange.nvlink.ends import begins, end
 from ep_server.exchange.nvlink.heap import Heap
 from ep_server.exchange.spec import ExchangeSpec, Payload
 
@@ -60,15 +61,10 @@ class NvlinkBulk:
         heap_bytes: int,
     ) -> None:
         self.spec, self.device, self._control = spec, device, control
-        try:
+        with begins(spec, control), torch.cuda.device(device):
             launch.check_device_spec(spec, "raise")
-            with torch.cuda.device(device):
-                group = launch.make_group(spec, device, "raise", heap_bytes)
-                share_regions(control, spec, group)
-        except (RuntimeError, ExchangeError) as error:
-            control.abort()  # the others would wait for this rank
-            control.close()
-            raise StartupError(f"rank {spec.rank}: {error}") from error
+            group = launch.make_group(spec, device, "raise", heap_bytes)
+            share_regions(control, spec, group)
         self._group: _cuda.Group | None = group
         self._memory = _Memory(group, device, heap_bytes)
         self._tickets = 0
@@ -151,12 +147,10 @@ class NvlinkBulk:
         self._control.barrier()
 
     def close(self) -> None:
-        """See BulkExchange. Waits for the GPU. Received tensors stay valid."""
-        if self._group is None:
-            return
-        torch.cuda.synchronize(self.device)
-        self._group = None
-        self._control.close()
+        """See BulkExchange. Waits for the GPU, as ends.end(). Received tensors stay valid."""
+        group, self._group = self._group, None
+        if group is not None:
+            end(self.spec, self._control, self.device, group)
 
     def _report(self, local_experts: int) -> tuple[int, list[int]]:
         while True:

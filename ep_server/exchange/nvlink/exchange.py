@@ -18,7 +18,7 @@ from typing import Unpack
 import torch
 
 from ep_server import _cuda
-from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, StartupError
+from ep_server.errors import ConfigError, InvalidArgument, StartupError
 from ep_server.exchange.api import (
     AddNorm,
     Capabilities,
@@ -41,7 +41,8 @@ from ep_server.exchange.faults import Fault, encode_device_faults
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink.banks import BOTH, COMBINE, DISPATCH, RECV, SEND, Banks, DeviceHandle
 from ep_server.exchange.nvlink.delay import NvlinkDelay
-from ep_server.exchange.nvlink.device_wait import await_idle
+from ep_server.exchange.nvlink.device_wait import await_idle, await_stream
+from ep_server.exchange.nvlink.ends import begins, end, longest_wait
 from ep_server.exchange.nvlink.launch import CombineTensors, Launcher, address, check_device_spec, make_group
 from ep_server.exchange.nvlink.normal import NvlinkNormal
 from ep_server.exchange.nvlink.sizes import has_normal, heap_bytes
@@ -94,15 +95,8 @@ class NvlinkExchange:
         self.spec, self._control, self._validate = spec, control, validate
         self._heap_bytes = heap_bytes(spec) if many and on_timeout == "raise" and has_normal(spec) else 0
         self._fresh = joins  # has attached no region of the others yet
-        try:
+        with begins(spec, control):
             self._launcher: Launcher | None = self._start(device, on_timeout, num_sms)
-        except BaseException as error:
-            if not isinstance(error, ConfigError):  # which all ranks find alike
-                control.abort()  # the others would wait for this rank
-            control.close()
-            if isinstance(error, RuntimeError | ExchangeError):
-                raise StartupError(f"rank {spec.rank}: {error}") from error
-            raise
         self._banks = Banks(spec.rank, spec.num_banks)
         self._normal = NvlinkNormal(self, self._open) if self._heap_bytes else None
 
@@ -282,17 +276,16 @@ class NvlinkExchange:
         self._open().check()
 
     def synchronize(self) -> None:
-        """Waits for the current stream, then check()."""
+        """Waits for the current stream, then check(). Raises: InternalError if that does not end its work."""
         self._open().publish()
-        torch.cuda.current_stream(self.device).synchronize()
+        await_stream(torch.cuda.current_stream(self.device), self.device, longest_wait(self.spec))
         self.check()
 
     def close(self) -> None:
-        """As the Protocol says. Waits for the GPU."""
-        if self._launcher is not None:
-            torch.cuda.synchronize(self.device)
-            self._launcher = None
-            self._control.close()
+        """As the Protocol says. Waits for the GPU, as ends.end()."""
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            end(self.spec, self._control, self.device, launcher.group)
 
     @property
     def membership(self) -> Membership:

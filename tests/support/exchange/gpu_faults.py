@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ep_server.errors import ExchangeError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.exchange.faults import Action, Fault
+from ep_server.exchange.nvlink import ends
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import run_pair
@@ -94,6 +95,19 @@ def hook_not_called(group: dist.ProcessGroup) -> None:
     exchange.reset()
     run_pair(OnGpu(exchange), "zipf", 2, View.PADDED)
     close_exchange(exchange)
+
+
+def closed_beside_work(group: dist.ProcessGroup) -> None:
+    """close() returns though the GPU goes on, which uses the memory until it has ended its work."""
+    exchange = open_exchange(group, small(group, SECOND // 10))
+    exchange.synchronize()
+    exchange.barrier()
+    ends.IDLE_SECONDS = 0.1
+    torch.cuda._sleep(5_000_000_000)  # more than a second on every GPU
+    slept = torch.cuda.current_stream().record_event()
+    exchange.close()
+    assert not slept.query()
+    torch.cuda.synchronize()
 
 
 def stale_handles(group: dist.ProcessGroup) -> None:

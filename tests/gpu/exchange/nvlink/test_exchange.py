@@ -154,6 +154,11 @@ def test_a_hook_not_called_is_reported(num_ranks: int) -> None:
     run("gpu_faults.hook_not_called", num_ranks)
 
 
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_close_has_a_deadline(num_ranks: int) -> None:
+    run("gpu_faults.closed_beside_work", num_ranks)
+
+
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_handles_of_elsewhere_are_refused(num_ranks: int) -> None:
     run("gpu_faults.stale_handles", num_ranks)

@@ -12,7 +12,9 @@ import torch
 from ep_server.backends.gpu import kv_rows
 from ep_server.backends.gpu.kv_rows import DeviceSlots, GpuRows
 from ep_server.backends.kv_rows import HostSlots, Kind, places_of
+from ep_server.errors import InternalError
 from ep_server.models.kv_cache import LayerProgress
+from tests.support.gpu.runners import Passed
 from tests.support.triton.harness import DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu has it with streams")
@@ -37,13 +39,13 @@ class Cache:
 
 
 class Stream:
-    """All work ends at once."""
+    """Its work ends at that look: at once, or never."""
 
-    def synchronize(self) -> None: ...
+    def __init__(self, looks: float = 0) -> None:
+        self._looks = looks
 
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self) -> None: ...
+    def record_event(self) -> Passed:
+        return Passed(self._looks)
 
 
 class OnHost(DeviceSlots):
@@ -57,12 +59,16 @@ class OnHost(DeviceSlots):
         return self._held.data_ptr() + slot * self._slot_bytes
 
 
+def streams(monkeypatch: pytest.MonkeyPatch, steps: Stream, copies: Stream) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: steps)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: copies)
+
+
 @pytest.fixture(autouse=True)
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: Stream())
+    streams(monkeypatch, Stream(), Stream())
     monkeypatch.setattr(kv_rows, "DEVICE_SLOT_BYTES", IN_A_SLOT * PARTS * WIDTH)
 
 
@@ -92,3 +98,18 @@ def test_rows_move_between_two_caches(kind: Kind, cuts: tuple[int, ...]) -> None
             sent += 1
     assert torch.equal(here.rows(places), there.rows(sources))
     assert torch.equal(here.rows(others), before)
+
+
+@pytest.mark.parametrize("kind", [Kind.PRIVATE, Kind.DEVICE])
+def test_rows_do_not_wait_forever(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For their copies, and for steps that may wait for a rank that has stopped."""
+    monkeypatch.setattr(kv_rows, "STEP_SECONDS", 0.01)
+    streams(monkeypatch, Stream(), Stream(float("inf")))
+    rows, first = GpuRows(Cache(1), DEVICE), torch.zeros(1, dtype=torch.int64)  # type: ignore[arg-type]
+    slots: Any = OnHost(1, 1, PARTS * WIDTH) if kind is Kind.DEVICE else HostSlots(kind, 1, 1, PARTS * WIDTH)
+    with pytest.raises(InternalError, match="copies of KV rows"):
+        rows.read(first, slice(None), slots, 0)
+    with pytest.raises(InternalError, match="copies of KV rows"):
+        rows.write(first, slice(None), slots, 0, Passed(0))
+    with pytest.raises(InternalError, match="the steps before a fetch"):
+        rows.write(first, slice(None), slots, 0, Passed(float("inf")))
