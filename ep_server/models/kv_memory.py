@@ -56,23 +56,41 @@ class KvMemoryLayout:
 class KvMemory:
     """The file, as the server holds it. No place is ever used twice, so what has one keeps its content.
 
-    fd: close-on-exec; processes inherit it, and the caller closes it after finish(). lost: places that lost
-      ranks have left, until forget_lost(). Memory is freed in a thread: that takes a second for 20 GiB.
+    fd: close-on-exec; processes inherit it, and the caller closes it after finish(). None: there is no file.
+    place_bytes: of each.
+    lost: places that lost ranks have left, until forget_lost(). Memory is freed in a thread: that takes a
+      second for 20 GiB.
     """
 
-    def __init__(self, layout: KvMemoryLayout) -> None:
-        """Without pages yet. Raises: OSError."""
-        self.layout = layout
+    def __init__(self, layout: KvMemoryLayout | None = None) -> None:
+        """Without pages yet. layout: None = no process gets a place.
+
+        A cache without a place is memory of its process: what it holds is computed again after a loss.
+        """
+        self.fd: int | None = None
         self.lost: list[int] = []
+        self.place_bytes = 0 if layout is None else layout.nbytes
+        self._names = 0 if layout is None else layout.names_bytes
         self._places = 0
         self._place_of: dict[int, int] = {}  # by rank
         self._freeing = ThreadPoolExecutor(1, "free-kv")
-        self.fd = os.memfd_create("ep_server_kv", os.MFD_CLOEXEC)
+        if layout is not None:
+            try:
+                self.fd = os.memfd_create("ep_server_kv", os.MFD_CLOEXEC)
+            except OSError as error:
+                log.warning("the system has no memory for KV caches that outlives their ranks: %s", error)
 
-    def take(self, rank: int) -> int:
-        """A new place for the process that becomes a rank. Raises: OSError."""
+    def take(self, rank: int) -> int | None:
+        """A new place for the process that becomes a rank; None if there is none."""
         self.leave(rank, lost=False)
-        os.ftruncate(self.fd, (self._places + 1) * self.layout.nbytes)
+        if self.fd is None:
+            return None
+        try:
+            os.ftruncate(self.fd, (self._places + 1) * self.place_bytes)
+        except OSError as error:  # a limit of file sizes, say, or of memory that is committed
+            gib = self.place_bytes / 2**30
+            log.warning("rank %d gets no %.2f GiB of memory that outlives it for KV: %s", rank, gib, error)
+            return None
         self._place_of[rank] = self._places
         self._places += 1
         return self._place_of[rank]
@@ -101,13 +119,13 @@ class KvMemory:
 
     def _free(self, place: int) -> None:
         """The names first: who copied a block that has its name afterwards has copied all of it."""
-        layout = self.layout
+        assert self.fd is not None
         try:
-            with mmap.mmap(self.fd, layout.nbytes, offset=place * layout.nbytes) as memory:
-                memory.madvise(mmap.MADV_REMOVE, 0, layout.names_bytes)
-                memory.madvise(mmap.MADV_REMOVE, layout.names_bytes, layout.parts * layout.pitch)
+            with mmap.mmap(self.fd, self.place_bytes, offset=place * self.place_bytes) as memory:
+                memory.madvise(mmap.MADV_REMOVE, 0, self._names)
+                memory.madvise(mmap.MADV_REMOVE, self._names, self.place_bytes - self._names)
         except OSError as error:
-            log.warning("%d bytes of a lost KV cache cannot be freed: %s", layout.nbytes, error)
+            log.warning("%d bytes of a lost KV cache cannot be freed: %s", self.place_bytes, error)
 
 
 def _whole(size: int) -> int:

@@ -69,12 +69,17 @@ class CpuDevice:
     def build(self, model: RankModel, exchange: Exchange, masks: Masks) -> Built:
         """As Device.build."""
         blocks, size = self._start.kv_blocks, self._config.scheduler.block_size
-        shared = None
-        if self._start.HasField("kv_fd"):
-            layout = KvMemoryLayout.of(model.spec, blocks, size, model.kv_dtype)
-            shared = SharedKv(layout, self._start.kv_fd, self._start.kv_place)
-        make = None if shared is None else shared.zeros
-        runner = model.runner(exchange, Sampler(model.spec.vocab_size), blocks, size, masks, make)
+        layout, shared, make = KvMemoryLayout.of(model.spec, blocks, size, model.kv_dtype), None, None
+        try:
+            if self._start.HasField("kv_place"):
+                shared = SharedKv(layout, self._start.kv_fd, self._start.kv_place)
+                make = shared.zeros
+            runner = model.runner(exchange, Sampler(model.spec.vocab_size), blocks, size, masks, make)
+        except OSError as error:  # also for memory of its own: the limit is that of the process
+            raise StartupError(
+                f"{layout.nbytes / 2**30:.2f} GiB of KV cache cannot be mapped ({error}): lower "
+                "scheduler.kv_blocks or kv_fraction, or raise the limit of the process (ulimit -v)"
+            ) from error
         slots = host_blocks(self._config, model.spec)
         copier = CpuCopies(runner.kv_cache, slots) if slots else NoCopies()
         rows = CpuRows(runner.kv_cache)

@@ -198,17 +198,17 @@ class Generations:
     def _regroup(
         self, rank: int, live: Iterable[int], placement: Placement | None, kept: Iterable[int]
     ) -> None:
-        number, lost = self._board.work_number, self._replacing.lost_kv
+        number, lost = self._board.work_number, self._replacing.kv.lost
         self._board.send(rank, regroup_message(self.generation, number, live, placement, kept, lost))
 
     def forget_lost(self) -> None:
         """As Ranks.forget_lost."""
-        if self._replacing.forget_lost():
+        if self._replacing.kv.forget_lost():
             for rank in self.live:
                 self._board.send(rank, pb.ToRank(forget_lost=pb.ForgetLost()))
 
     async def _end(self, ranks: Collection[int], lost: Collection[int] = ()) -> None:
-        """Ends processes and reads their channels to the end; memory follows. lost: see leave_kv()."""
+        """Ends processes and reads their channels to the end; memory follows. lost: see KvMemory.leave()."""
         old = [self._board.processes[rank] for rank in sorted(ranks) if rank in self._board.processes]
         self._ending |= set(ranks)
         for process in old:
@@ -223,7 +223,7 @@ class Generations:
             process.close()
             self._board.processes.pop(process.rank, None)
             self._board.ready.pop(process.rank, None)
-            self._replacing.leave_kv(process.rank, lost=process.rank in lost)
+            self._replacing.kv.leave(process.rank, lost=process.rank in lost)
         self._ending.difference_update(ranks)
         self._joining.difference_update(ranks)
 

@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ep_server.config import Config
@@ -125,16 +125,8 @@ class Replacing(Protocol):
         ...
 
     @property
-    def lost_kv(self) -> Sequence[int]:
-        """As KvMemory.lost; empty where KV caches do not outlive their ranks."""
-        ...
-
-    def leave_kv(self, rank: int, *, lost: bool) -> None:
-        """The process of a rank has ended. lost: others copy from its KV cache, until forget_lost()."""
-        ...
-
-    def forget_lost(self) -> bool:
-        """Frees the KV caches of lost ranks. Returns: whether there were any."""
+    def kv(self) -> KvMemory:
+        """For the KV caches of ranks, where these outlive them."""
         ...
 
     async def close(self) -> None:
@@ -152,13 +144,12 @@ class SharedMemory:
     segment: int
     bells: tuple[int, ...] = ()
     shadow: int | None = None
-    kv: KvMemory | None = None
+    kv: KvMemory = field(default_factory=KvMemory)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All of them."""
-        kv = None if self.kv is None else self.kv.fd
-        return (self.segment, *self.bells, *(fd for fd in (self.shadow, kv) if fd is not None))
+        return (self.segment, *self.bells, *(fd for fd in (self.shadow, self.kv.fd) if fd is not None))
 
 
 class OneHost:
@@ -232,28 +223,15 @@ class OneHost:
             report_lost(self._shared.segment, rank, generation)
 
     @property
-    def _kv(self) -> KvMemory | None:
-        return None if self._shared is None else self._shared.kv
-
-    @property
-    def lost_kv(self) -> Sequence[int]:
-        """As Replacing.lost_kv."""
-        return () if self._kv is None else tuple(self._kv.lost)
-
-    def leave_kv(self, rank: int, *, lost: bool) -> None:
-        """As Replacing.leave_kv."""
-        if self._kv is not None:
-            self._kv.leave(rank, lost=lost)
-
-    def forget_lost(self) -> bool:
-        """As Replacing.forget_lost."""
-        return self._kv is not None and self._kv.forget_lost()
+    def kv(self) -> KvMemory:
+        """As Replacing.kv."""
+        return KvMemory() if self._shared is None else self._shared.kv
 
     async def close(self) -> None:
         """As Replacing.close."""
         await self._standby.close()
         shared, self._shared = self._shared, None
-        if shared is not None and shared.kv is not None:
+        if shared is not None:
             await asyncio.to_thread(shared.kv.finish)
         for fd in shared.descriptors if shared else ():
             os.close(fd)
@@ -362,7 +340,7 @@ def _share(local: LocalRanks) -> SharedMemory:
         return SharedMemory(
             segment,
             shadow=None if shadow is None else create_shadow(shadow),
-            kv=None if kv is None else KvMemory(kv),
+            kv=KvMemory(kv),
         )
     share = create_host_share(spec, hosts_of(config), config.cluster.node_rank)
     return SharedMemory(share.fd, share.bells)
@@ -384,8 +362,8 @@ def _start(
         outlives=local.outlive,
         weights_version=local.weights,
         shadow_fd=shared.shadow,
-        kv_fd=None if shared.kv is None else shared.kv.fd,
-        kv_place=0 if shared.kv is None else shared.kv.take(rank),
+        kv_fd=shared.kv.fd,
+        kv_place=shared.kv.take(rank),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,14 +24,13 @@ BLOCK = 16
 
 def memory(lost: Losing) -> KvMemory:
     shared: Any = lost.group()._hosts
-    assert shared._shared.kv is not None
-    return shared._shared.kv
+    return shared.kv
 
 
 def holds_pages(kv: KvMemory, place: int) -> bool:
     """Whether any memory is left of what a process had."""
     try:
-        return os.lseek(kv.fd, place * kv.layout.nbytes, os.SEEK_DATA) < (place + 1) * kv.layout.nbytes
+        return os.lseek(kv.fd, place * kv.place_bytes, os.SEEK_DATA) < (place + 1) * kv.place_bytes
     except OSError:  # none up to the end
         return False
 
@@ -114,6 +114,48 @@ async def test_without_the_prefix_cache_and_without_spare_slots(fields: dict[str
     async with losing(**fields) as lost:
         expected = [seen(output) for output in await run_all(lost.client, ASKED)]
         assert await lose(lost, 1, expected) >= TOKENS // BLOCK * BLOCK
+
+
+async def test_without_memory_files_all_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = os.memfd_create
+
+    def refuse(name: str, flags: int) -> int:
+        if name == "ep_server_kv":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return create(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    async with losing() as lost:
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        running = asyncio.ensure_future(run_all(lost.client, ASKED))
+        await lost.until(
+            lambda: max((len(a.output) for a in lost.server.engine._requests), default=0) >= TOKENS
+        )
+        lost.signal(busiest(lost, 1)[0])
+        assert [seen(output) for output in await running] == expected
+        await lost.recovered(1)
+        assert lost.server.engine._delivery.phases.copied == 0
+
+
+async def test_a_rank_without_a_place_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was on standby when no more memory was to be had for what outlives it."""
+    async with losing(resilience__standby=1) as lost:
+        kv, truncate, hosts = memory(lost), os.ftruncate, cast("Any", lost.group()._hosts)
+
+        def refuse(fd: int, size: int) -> None:
+            if fd == kv.fd:
+                raise OSError(errno.EFBIG, "File too large")
+            truncate(fd, size)
+
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        await lost.until(lambda: bool(hosts._standby._waiting))
+        waiting = hosts._standby._waiting[0].process.pid
+        monkeypatch.setattr(os, "ftruncate", refuse)
+        lost.signal(1)
+        await lost.recovered(1)
+        assert lost.group()._board.processes[1].pid == waiting and 1 not in kv._place_of
+        assert [seen(output) for output in await run_all(lost.client, ASKED)] == expected
+        assert len(lost.heard.recovered) == 1, "it took part"
 
 
 async def test_new_weights_copy_nothing_of_old_ones(tmp_path: Path) -> None:

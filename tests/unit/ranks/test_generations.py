@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ep_server.errors import RankLost, StartupError, Unavailable
+from ep_server.models.kv_memory import KvMemory
 from ep_server.ranks import generations
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.generations import Generations
@@ -46,6 +47,7 @@ class Hosts:
     def __init__(self) -> None:
         spares = SimpleNamespace(lacking_bytes=lambda live: 0)
         self.plan = SimpleNamespace(placement=PLACEMENT, spares=spares)
+        self.kv = KvMemory()
         self.started: list[Process] = []
         self.heard: Callable[[int, bytes], None] = lambda rank, payload: None
 
@@ -56,14 +58,6 @@ class Hosts:
 
     def report_lost(self, rank: int, generation: int) -> None:
         pass
-
-    lost_kv = ()
-
-    def leave_kv(self, rank: int, *, lost: bool) -> None:
-        pass
-
-    def forget_lost(self) -> bool:
-        return False
 
     def prepare(self) -> None:
         pass

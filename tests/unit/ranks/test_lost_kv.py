@@ -14,6 +14,7 @@ from ep_server.models.kv_memory import NAME_BYTES, KvMemory, KvMemoryLayout
 from ep_server.ranks import lost_kv
 from ep_server.ranks.lost_kv import LostKv
 from ep_server.scheduler.lost_blocks import LostBlocks
+from tests.support.kv_memory import kv_memory, new_place
 
 LAYOUT = KvMemoryLayout(blocks=16, parts=2, part_bytes=64)
 NAMES = [bytes([block + 1]) * NAME_BYTES for block in range(16)]
@@ -21,10 +22,8 @@ NAMES = [bytes([block + 1]) * NAME_BYTES for block in range(16)]
 
 @pytest.fixture
 def memory() -> Iterator[KvMemory]:
-    made = KvMemory(LAYOUT)
-    yield made
-    made.finish()
-    os.close(made.fd)
+    with kv_memory(LAYOUT) as made:
+        yield made
 
 
 def parts_of(kv: SharedKv) -> list[torch.Tensor]:
@@ -37,13 +36,13 @@ def taking_over(
     """A rank beside a lost one, whose blocks hold their numbers. Two blocks are copied at a time."""
     monkeypatch.setattr(lost_kv, "PIECE", 2)
     monkeypatch.setattr(lost_kv, "TURN_SECONDS", 0.0)
-    other = SharedKv(LAYOUT, memory.fd, memory.take(0))
+    other = new_place(memory, LAYOUT, 0)
     for part in parts_of(other):
         part[:] = torch.arange(16, dtype=torch.uint8)[:, None]
     for block, name in enumerate(NAMES):
         other.set(block, name)
     memory.leave(0, lost=True)
-    own, blocks = SharedKv(LAYOUT, memory.fd, memory.take(1)), LostBlocks()
+    own, blocks = new_place(memory, LAYOUT, 1), LostBlocks()
     made = LostKv(blocks, own, block_size=4)
     made.offer(memory.lost)
     return blocks, made, parts_of(own)

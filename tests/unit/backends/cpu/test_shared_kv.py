@@ -13,11 +13,13 @@ import torch
 
 from ep_server.backends.cpu.shared_kv import SharedKv
 from ep_server.errors import InternalError
+from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.kv_memory import NAME_BYTES, KvMemory, KvMemoryLayout
 from ep_server.models.sizes import Dtype, kv_block_bytes
 from ep_server.scheduler.kv_blocks import DIGEST_BYTES
 from tests.support.forks import context
+from tests.support.kv_memory import kv_memory, new_place
 from tests.support.models.checkpoints import CASES, Tiny
 
 BLOCKS, BLOCK = 6, 4
@@ -27,10 +29,8 @@ OLD, NEW = b"o" * NAME_BYTES, b"n" * NAME_BYTES
 
 @pytest.fixture
 def memory() -> Iterator[KvMemory]:
-    made = KvMemory(LAYOUT)
-    yield made
-    made.finish()
-    os.close(made.fd)
+    with kv_memory(LAYOUT) as made:
+        yield made
 
 
 def cache(kv: SharedKv, layout: KvMemoryLayout = LAYOUT) -> list[torch.Tensor]:
@@ -51,19 +51,20 @@ def test_names_are_as_long_as_digests() -> None:
 def test_a_cache_takes_all_of_a_place(tiny: Any, name: str) -> None:
     """As the cache in memory of its own, for both kinds of attention."""
     model: Tiny = tiny(name)
-    from ep_server.models.families import read_spec
-
     spec = read_spec(str(model.path))
     layout = KvMemoryLayout.of(spec, BLOCKS, BLOCK, Dtype.FLOAT32)
-    memory = KvMemory(layout)
-    kv = SharedKv(layout, memory.fd, memory.take(0))
+    with kv_memory(layout) as memory:
+        copy_between_caches(spec, layout, memory)
+
+
+def copy_between_caches(spec: ModelSpec, layout: KvMemoryLayout, memory: KvMemory) -> None:
+    kv, reader = (new_place(memory, layout, rank) for rank in (0, 1))
     made, plain = (KvCache(spec, BLOCKS, BLOCK, torch.float32, None, make) for make in (kv.zeros, None))
     assert [p.shape for p in made.parts()] == [p.shape for p in plain.parts()]
     assert layout.parts * layout.part_bytes == kv_block_bytes(spec, BLOCK, Dtype.FLOAT32)
     for number, part in enumerate(made.parts()):
         part.fill_(number + 1)
     kv.set(2, NEW)
-    reader = SharedKv(layout, memory.fd, memory.take(1))
     mine = KvCache(spec, BLOCKS, BLOCK, torch.float32, None, reader.zeros)
     assert reader.names([0]) == {NEW: (0, 2)}
     assert reader.copy([4], [(0, 2, NEW)]) == 1
@@ -71,8 +72,6 @@ def test_a_cache_takes_all_of_a_place(tiny: Any, name: str) -> None:
         assert part[4].unique().tolist() == [number + 1] and part[3].unique().tolist() == [0]
     with pytest.raises(InternalError, match="part"):
         reader.zeros((BLOCKS, 1), torch.uint8, torch.device("cpu"))
-    memory.finish()
-    os.close(memory.fd)
 
 
 def fill(descriptor: DupFd, place: int, stops_at: int) -> None:
@@ -92,8 +91,7 @@ def fill(descriptor: DupFd, place: int, stops_at: int) -> None:
 
 @pytest.mark.parametrize("stops_at", range(9))
 def test_a_name_is_never_that_of_other_content(memory: KvMemory, stops_at: int) -> None:
-    place = memory.take(0)
-    first = SharedKv(LAYOUT, memory.fd, place)
+    place, first = 0, new_place(memory, LAYOUT, 0)
     for part in cache(first):
         part[1] = 1
     first.set(1, OLD)
@@ -101,7 +99,7 @@ def test_a_name_is_never_that_of_other_content(memory: KvMemory, stops_at: int) 
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    other = SharedKv(LAYOUT, memory.fd, memory.take(1))
+    other = new_place(memory, LAYOUT, 1)
     mine = cache(other)
     found = other.names([place])
     expected = OLD if stops_at == 0 else NEW if stops_at == 8 else None
@@ -112,26 +110,24 @@ def test_a_name_is_never_that_of_other_content(memory: KvMemory, stops_at: int) 
 
 
 def test_half_a_name_is_nobodys(memory: KvMemory) -> None:
-    place = memory.take(0)
-    owner = SharedKv(LAYOUT, memory.fd, place)
+    owner, reader = (new_place(memory, LAYOUT, rank) for rank in (0, 1))
     owner.set(1, OLD)
     owner.set(1, OLD[:8] + bytes(8))
-    assert OLD not in SharedKv(LAYOUT, memory.fd, place).names([place])
+    assert OLD not in reader.names([0])
 
 
 def test_clear_all_takes_every_name(memory: KvMemory) -> None:
-    place = memory.take(0)
-    owner = SharedKv(LAYOUT, memory.fd, place)
+    owner = new_place(memory, LAYOUT, 0)
     for block in range(BLOCKS):
         owner.set(block, bytes([block + 1]) * NAME_BYTES)
-    assert len(owner.names([place])) == BLOCKS
+    assert len(owner.names([0])) == BLOCKS
     owner.clear_all()
-    assert owner.names([place]) == {}
+    assert owner.names([0]) == {}
 
 
 def test_memory_of_a_lost_rank_is_kept_until_it_is_forgotten(memory: KvMemory) -> None:
     """Another place holds as much as before. A copy that comes too late says so."""
-    lost, reader = (SharedKv(LAYOUT, memory.fd, memory.take(rank)) for rank in (0, 1))
+    lost, reader = (new_place(memory, LAYOUT, rank) for rank in (0, 1))
     own = cache(reader)
     own[0].fill_(7)
     before = held(memory)
@@ -152,7 +148,7 @@ def test_memory_of_a_lost_rank_is_kept_until_it_is_forgotten(memory: KvMemory) -
 
 
 def test_a_rank_that_leaves_gives_its_memory_back_at_once(memory: KvMemory) -> None:
-    for part in cache(SharedKv(LAYOUT, memory.fd, memory.take(0))):
+    for part in cache(new_place(memory, LAYOUT, 0)):
         part.fill_(1)
     assert held(memory) > 0
     memory.leave(0, lost=False)
@@ -165,7 +161,7 @@ def test_a_block_that_is_not_read_whole_is_an_error(
     memory: KvMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name is right all the same."""
-    lost, reader = (SharedKv(LAYOUT, memory.fd, memory.take(rank)) for rank in (0, 1))
+    lost, reader = (new_place(memory, LAYOUT, rank) for rank in (0, 1))
     cache(reader)
     lost.set(0, OLD)
     monkeypatch.setattr(os, "preadv", lambda *_: LAYOUT.part_bytes - 1)
@@ -175,7 +171,7 @@ def test_a_block_that_is_not_read_whole_is_an_error(
 
 def test_the_place_of_a_copy_may_be_gone_between_its_pieces(memory: KvMemory) -> None:
     """The names go first: what is copied afterwards is not taken for whole."""
-    lost, reader = (SharedKv(LAYOUT, memory.fd, memory.take(rank)) for rank in (0, 1))
+    lost, reader = (new_place(memory, LAYOUT, rank) for rank in (0, 1))
     cache(reader)
     lost.set(0, OLD)
     lost.set(2, NEW)
