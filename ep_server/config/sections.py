@@ -169,7 +169,7 @@ class SchedulerConfig:
         0, "KV blocks of one rank. 0: from kv_fraction, on GPUs what fits.", low=0, high=100_000_000
     )
     kv_fraction: float = option(
-        0.25, "Share of free memory for KV caches of all CPU ranks. GPUs: always 0.8.", low=0.001, high=0.95
+        0.25, "Share of free memory for KV caches of live CPU ranks. GPUs: always 0.8.", low=0.001, high=0.95
     )
     prefix_cache: bool = option(True, "Reuse the KV blocks of equal prompt prefixes.")
     kv_host_gib: float = option(

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 NAME_BYTES = 16  # as the scheduler's digests; zeros name nothing
+COMPUTED = "whose requests are computed again; scheduler.kv_fraction or kv_blocks can be lower"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class KvMemory:
       second for 20 GiB.
     """
 
-    def __init__(self, layout: KvMemoryLayout | None = None) -> None:
-        """Without pages yet. layout: None = no process gets a place.
+    def __init__(self, layout: KvMemoryLayout | None = None, keeps: int = 0) -> None:
+        """Without pages yet. layout: None = no process gets a place. keeps: of lost ranks, at once.
 
         A cache without a place is memory of its process: what it holds is computed again after a loss.
         """
@@ -73,8 +74,11 @@ class KvMemory:
         self._names = 0 if layout is None else layout.names_bytes
         self._places = 0
         self._place_of: dict[int, int] = {}  # by rank
+        self._keeps = keeps
         self._freeing = ThreadPoolExecutor(1, "free-kv")
-        if layout is not None:
+        if layout is not None and not keeps:
+            log.warning("memory has no room for the KV cache of a lost rank, %s", COMPUTED)
+        elif layout is not None:
             try:
                 self.fd = os.memfd_create("ep_server_kv", os.MFD_CLOEXEC)
             except OSError as error:
@@ -96,12 +100,16 @@ class KvMemory:
         return self._place_of[rank]
 
     def leave(self, rank: int, *, lost: bool) -> None:
-        """The process of a rank has ended. lost: others copy from its place; else that is freed."""
+        """The process of a rank has ended. lost: others copy from its place, if that is kept."""
         place = self._place_of.pop(rank, None)
-        if place is not None and lost:
+        if place is None:
+            return
+        if lost and len(self.lost) < self._keeps:
             self.lost.append(place)
-        elif place is not None:
-            self._freeing.submit(self._free, place)
+            return
+        if lost:
+            log.warning("memory has no room for the KV cache of lost rank %d, too, %s", rank, COMPUTED)
+        self._freeing.submit(self._free, place)
 
     def forget_lost(self) -> bool:
         """Frees the places of lost ranks. Others may still look into them, and find no names.

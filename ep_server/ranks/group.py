@@ -54,6 +54,7 @@ class GroupPlan:
     spares: expert slots. placement: of experts in slots; None where they stay.
     unused: names unused parts of the checkpoint; empty if none.
     shadow: of experts in host memory, if there is one. kv: of a KV cache in host memory.
+    kv_keeps: caches of lost ranks that memory has room for, beside those of all ranks.
     """
 
     exchange: ExchangeSpec
@@ -65,6 +66,7 @@ class GroupPlan:
     unused: str = ""
     shadow: ShadowLayout | None = None
     kv: KvMemoryLayout | None = None
+    kv_keeps: int = 0
 
 
 def plan_group(config: Config, available: int | None = None) -> GroupPlan:
@@ -143,7 +145,10 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
             + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
         )
     kv = KvMemoryLayout.of(spec, blocks, scheduler.block_size, cached)
-    return GroupPlan(exchange, blocks, threads, weights, spares, placement, shadow=shadow, kv=kv)
+    keeps = max(0, min(ranks, (available - fixed) // kv.nbytes - ranks))
+    return GroupPlan(
+        exchange, blocks, threads, weights, spares, placement, shadow=shadow, kv=kv, kv_keeps=keeps
+    )
 
 
 def _fixed_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, packed: bool) -> int:

@@ -340,7 +340,7 @@ def _share(local: LocalRanks) -> SharedMemory:
         return SharedMemory(
             segment,
             shadow=None if shadow is None else create_shadow(shadow),
-            kv=KvMemory(kv),
+            kv=KvMemory(kv, local.plan.kv_keeps),
         )
     share = create_host_share(spec, hosts_of(config), config.cluster.node_rank)
     return SharedMemory(share.fd, share.bells)

@@ -11,9 +11,9 @@ from ep_server.models.kv_memory import KvMemory, KvMemoryLayout
 
 
 @contextmanager
-def kv_memory(layout: KvMemoryLayout) -> Iterator[KvMemory]:
+def kv_memory(layout: KvMemoryLayout, keeps: int = 8) -> Iterator[KvMemory]:
     """Closed at the end."""
-    made = KvMemory(layout)
+    made = KvMemory(layout, keeps)
     try:
         yield made
     finally:

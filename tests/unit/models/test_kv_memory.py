@@ -9,7 +9,7 @@ import resource
 import pytest
 
 from ep_server.models.kv_memory import KvMemory, KvMemoryLayout
-from tests.support.kv_memory import kv_memory
+from tests.support.kv_memory import kv_memory, new_place
 
 LAYOUT = KvMemoryLayout(blocks=16, parts=2, part_bytes=1 << 12)
 
@@ -25,6 +25,28 @@ def test_nobody_wants_a_place() -> None:
     check_nothing_outlives(KvMemory())
 
 
+def test_memory_has_no_room_for_a_lost_rank(caplog: pytest.LogCaptureFixture) -> None:
+    memory = KvMemory(LAYOUT, 0)
+    check_nothing_outlives(memory)
+    assert memory.fd is None and caplog.text.count("scheduler.kv_fraction") == 1
+
+
+def test_memory_has_room_for_one_lost_rank_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    """The second one's is freed at once, and the third's is kept as soon as the first's is not."""
+    with kv_memory(LAYOUT, keeps=1) as memory:
+        for rank in (0, 1, 2):
+            new_place(memory, LAYOUT, rank).set(0, bytes(range(1, 17)))
+        memory.leave(0, lost=True)
+        memory.leave(1, lost=True)
+        assert memory.lost == [0]
+        assert caplog.text.count("no room for the KV cache of lost rank 1") == 1
+        memory.forget_lost()
+        memory.leave(2, lost=True)
+        assert memory.lost == [2]
+        memory.finish()
+        assert [*new_place(memory, LAYOUT, 3).names([0, 1, 2]).values()] == [(2, 0)]
+
+
 def test_a_system_without_memory_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -32,7 +54,7 @@ def test_a_system_without_memory_files(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    memory = KvMemory(LAYOUT)
+    memory = KvMemory(LAYOUT, 1)
     check_nothing_outlives(memory)
     assert memory.fd is None
     assert [record.getMessage() for record in caplog.records] == [

@@ -128,6 +128,19 @@ def test_kv_blocks_are_a_share_of_what_is_left(tiny: Tiny, ranks: int) -> None:
         plan_group(config, available=0)
 
 
+def test_what_kv_caches_leave_holds_those_of_lost_ranks(tiny: Tiny) -> None:
+    """Their names count too: 16 bytes for each block, in whole pages."""
+    config = rank_config(tiny.path, 3, scheduler__kv_blocks=512, resilience__spare_slots="0")
+    plan = plan_group(config, available=1 << 34)
+    fixed = sum(plan.weight_bytes) + group_bytes(plan.exchange) + 3 * PROCESS_BYTES
+    cache = 512 * (BLOCK_BYTES + 16)
+    assert plan.kv is not None and plan.kv.nbytes == cache
+    assert plan.kv_keeps == 3
+    for caches, keeps in ((3, 0), (4, 1), (5, 2), (6, 3), (7, 3)):
+        assert plan_group(config, available=fixed + caches * cache).kv_keeps == keeps
+        assert plan_group(config, available=fixed + (caches + 1) * cache - 1).kv_keeps == keeps
+
+
 @pytest.mark.parametrize(
     ("gib", "dtype", "spares"), [(64, "bfloat16", 3), (64, "float32", 0), (1, "bfloat16", 0)]
 )
