@@ -34,9 +34,7 @@ class HandoffDesk:
         if config.sends:
             port = config.port + rank if config.port else 0
             try:
-                times = config.hold_seconds, config.stall_seconds
-                beside = server.cluster.nodes > 1
-                exporter = KvExporter(rows, config.host, port, *times, lanes, beside=beside)
+                exporter = KvExporter(rows, config, port, lanes, beside=server.cluster.nodes > 1)
             except OSError as error:
                 where = f"{config.host}:{port} for rank {rank}"
                 raise StartupError(f"handoff.host: cannot listen on {where}: {error}") from error

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots, places_of
+from ep_server.config import HandoffConfig
 from ep_server.ranks.handoff.lanes import Lanes, LaneSlots
+from ep_server.ranks.handoff.steps import Steps
 from ep_server.ranks.handoff.wire import (
     DONE,
     KEEPALIVE_SECONDS,
@@ -70,31 +72,27 @@ class KvExporter:
     def __init__(
         self,
         rows: KvRows,
-        host: str,
+        config: HandoffConfig,
         port: int,
-        hold_seconds: float,
-        stall: float,
         lanes: Lanes | None = None,
         *,
         beside: bool = False,
     ) -> None:
-        """hold_seconds: after the end of a request. Raises: OSError.
-
-        stall: for a fetcher to take what it got, and for this rank to compute a layer.
+        """port: of this rank; 0 = any. Raises: OSError.
 
         lanes: to fetchers of other hosts that have them; None = TCP. beside: while another group of ranks has
         the port, listens at `local` alone.
         """
-        self._lanes = lanes
-        self._rows, self._hold_seconds, self._stall = rows, hold_seconds, stall
+        self._rows, self._lanes, self._hold_seconds = rows, lanes, config.hold_seconds
+        self._stall = config.stall_seconds  # also for a fetcher to take what it got
+        self._steps = Steps(rows, self._stall)
         self._shown: dict[bytes, _Shown] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()  # key -> why
         self._changed = threading.Condition()
         self._readers = threading.Semaphore(MAX_READERS)
-        self._sent = self._handoffs = self._step = self._plans = 0
-        self._works, self._at, self._moved = False, (0, 0), 0.0  # at: step and parts, which moved last then
+        self._sent = self._handoffs = 0
         self._closed = False
-        self._place, shown = (host, port), f"[{host}]" if ":" in host else host
+        self._place, shown = (config.host, port), f"[{config.host}]" if ":" in config.host else config.host
         tcp = self._listen(quiet=beside and port > 0)
         self.address = f"{shown}:{port if tcp is None else tcp.getsockname()[1]}"
         self.local = f"ep-server-kv-{secrets.token_hex(12)}"
@@ -108,8 +106,7 @@ class KvExporter:
     def show(self, exports: Iterable[KvExport], *, step: bool = False) -> None:
         """What may be read from now on, and nothing else is. step: one was planned, which begins after it."""
         if step:
-            self._step = self._rows.plan_step()  # before a reader can know what it will compute
-            self._plans, self._works = self._plans + 1, True
+            self._steps.plan()
         now, listed = time.monotonic(), {export.key: export for export in exports}
         if not listed and not self._shown:
             return
@@ -119,11 +116,12 @@ class KvExporter:
             for key, export in listed.items():
                 if key not in self._shown:
                     freed = self._ended.get(key) == FETCHED
-                    self._shown[key] = _Shown(export, self._step, fetched=freed)
+                    self._shown[key] = _Shown(export, self._steps.planned, fetched=freed)
                 shown = self._shown[key]
                 if shown.export != export:
                     with shown.reading:
-                        shown.step = self._step if export.planned > shown.export.planned else shown.step
+                        if export.planned > shown.export.planned:
+                            shown.step = self._steps.planned
                         shown.export = export
                 if export.held and shown.until is None:
                     shown.until = now + self._hold_seconds
@@ -144,7 +142,7 @@ class KvExporter:
 
     def rest(self) -> None:
         """No step runs until the next one is planned."""
-        self._works = False
+        self._steps.rest()
 
     @property
     def shows(self) -> bool:
@@ -285,15 +283,15 @@ class KvExporter:
         if hello.row_bytes != self._rows.row_bytes:
             raise HandoffError(f"row_bytes = {hello.row_bytes}: must be {self._rows.row_bytes}")
         began = sent = time.monotonic()
-        plans = self._plans
+        plans = self._steps.plans
         while True:
             with self._changed:
                 if (shown := self._shown.get(hello.key)) is not None:
                     break
                 late = time.monotonic() - began > UNKNOWN_SECONDS
-                if hello.key in self._ended or (late and self._has_read(plans)):
+                if hello.key in self._ended or (late and self._steps.have_read(plans)):
                     raise HandoffError(f"key unknown: {self._ended.get(hello.key, 'no such request')}")
-                self._check_moves()
+                self._steps.check()
                 self._changed.wait(KEEPALIVE_SECONDS)
             if time.monotonic() - sent >= KEEPALIVE_SECONDS:
                 line.put(WAITING)
@@ -301,10 +299,6 @@ class KvExporter:
         if shown.fetched:
             raise HandoffError(FETCHED)
         return shown
-
-    def _has_read(self, plans: int) -> bool:
-        """Whether the rank has read the requests that were sent before it had planned `plans` steps."""
-        return not self._works or self._plans - plans >= 2
 
     def _send(self, line: Line, hello: Hello, shown: _Shown, slots: Slots) -> None:
         moved, sent, unread = Moved(hello.first, hello.end, self._rows.parts), 0, 0
@@ -354,23 +348,12 @@ class KvExporter:
                     return
                 if shown.export.held:
                     raise HandoffError(f"the prompt has {shown.export.tokens} tokens")
-                self._check_moves()
+                self._steps.check()
                 runs = shown.export.planned > shown.export.tokens
                 self._changed.wait(LAYER_SECONDS if runs else KEEPALIVE_SECONDS)
             if time.monotonic() - sent >= KEEPALIVE_SECONDS:
                 line.put(Rows(moved.first, 0, 0).pack())
                 sent = time.monotonic()
-
-    def _check_moves(self) -> None:
-        """Raises: HandoffError if the rank's steps have written nothing for too long. Under `_changed`.
-
-        Another rank was lost, or hangs: computing the prompt elsewhere takes less time.
-        """
-        at, now = (self._step, self._rows.written(self._step)), time.monotonic()
-        if at != self._at or not self._works:
-            self._at, self._moved = at, now
-        if now - self._moved > self._stall:
-            raise HandoffError(f"the rank ran no step for {now - self._moved:.1f} s")
 
 
 def _send_answer(line: Line, slots: Slots) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ep_server.backends.kv_rows import CpuRows
+from ep_server.config import HandoffConfig
 from ep_server.models.kv_cache import LayerProgress
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
@@ -48,6 +49,20 @@ def rows_of(cache: Cache) -> CpuRows:
     return CpuRows(cache)  # type: ignore[arg-type]
 
 
+def exporter_of(
+    cache: Cache,
+    lanes: Lanes | None = None,
+    *,
+    port: int = 0,
+    hold: float = 60,
+    stall: float = 5,
+    beside: bool = False,
+) -> KvExporter:
+    """Of a rank that has this cache."""
+    config = HandoffConfig(hold_seconds=hold, stall_seconds=stall)
+    return KvExporter(rows_of(cache), config, port, lanes, beside=beside)
+
+
 def lanes(**options: Any) -> Lanes:
     """Over the loopback; skips the test where there is no libfabric."""
     needs("system")
@@ -57,7 +72,7 @@ def lanes(**options: Any) -> Lanes:
 @pytest.fixture
 def there() -> Iterator[tuple[Cache, KvExporter]]:
     cache = Cache(40, 5)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=5)
+    exporter = exporter_of(cache)
     yield cache, exporter
     exporter.close()
 

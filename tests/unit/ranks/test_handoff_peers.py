@@ -27,7 +27,7 @@ from ep_server.ranks.handoff.wire import (
 )
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import KvExport, KvFetch
-from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, fetched, lanes, rows_of
+from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, exporter_of, fetched, lanes, rows_of
 
 
 def test_a_holder_that_announces_and_goes_is_noticed() -> None:
@@ -52,7 +52,7 @@ def test_a_holder_that_announces_and_goes_is_noticed() -> None:
 
 
 def test_expired_and_unknown_keys_are_refused() -> None:
-    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=0.01, stall=5)
+    exporter = exporter_of(Cache(4, 5), hold=0.01)
     exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
     time.sleep(0.05)
     assert exporter.finished() == [1]
@@ -156,7 +156,7 @@ def test_a_peer_that_drips_bytes_is_left_in_time() -> None:
 
 
 def test_a_greeting_that_drips_holds_no_place() -> None:
-    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=0.3)
+    exporter = exporter_of(Cache(4, 5), stall=0.3)
     line, _ = connect(exporter.address, "", WAIT)
     greeting = Hello(KEY, 0, 5, PARTS * WIDTH, Kind.PRIVATE).pack()
     for at in range(len(greeting) - 1):
@@ -214,12 +214,12 @@ def test_memory_that_may_shrink_is_not_read() -> None:
 
 def test_a_port_is_taken_over_from_the_group_before() -> None:
     """Ranks of the next group start while the last one's still listen."""
-    before = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=5)
+    before = exporter_of(Cache(4, 5))
     port = int(before.address.rpartition(":")[2])
     with pytest.raises(OSError, match="in use"):
-        KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", port, hold_seconds=60, stall=5)
+        exporter_of(Cache(4, 5), port=port)
     cache, own = Cache(4, 5), Cache(2, 5, fill=0)
-    after = KvExporter(rows_of(cache), "127.0.0.1", port, hold_seconds=60, stall=5, beside=True)
+    after = exporter_of(cache, port=port, beside=True)
     assert after.address == before.address and after.local != before.local
     after.show([KvExport(1, KEY, 5, (1,), held=True)])
     before.close()

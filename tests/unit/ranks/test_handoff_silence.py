@@ -16,13 +16,12 @@ import pytest
 from ep_server.backends.kv_rows import Kind
 from ep_server.ranks.handoff import exporter as exporting
 from ep_server.ranks.handoff.desk import LOOK_SECONDS, HandoffDesk
-from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
 from ep_server.ranks.handoff.peers import Peers
 from ep_server.ranks.handoff.wire import WAITING, HandoffError, Hello, Line, connect, receive_answer, refusal
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import Handoffs, KvExport, KvFetch
-from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, fetched, rows_of
+from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, exporter_of, fetched, rows_of
 
 OTHER = bytes(reversed(KEY))
 ROW = PARTS * WIDTH
@@ -171,7 +170,7 @@ def test_a_fetch_waits_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "MAX_READERS", 1)
     monkeypatch.setattr(exporting, "KEEPALIVE_SECONDS", 0.05)
     cache = Cache(4, 5)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=5)
+    exporter = exporter_of(cache)
     exporter.show([KvExport(1, KEY, 5, (1,), held=True), KvExport(2, OTHER, 5, (2,), held=True)])
     first, _ = connect(exporter.address, "", WAIT)
     first.put(Hello(KEY, 0, 5, ROW, Kind.PRIVATE).pack())
@@ -193,7 +192,7 @@ def test_a_place_that_is_free_again_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(exporting, "MAX_READERS", 1)
     monkeypatch.setattr(exporting, "KEEPALIVE_SECONDS", 0.05)
     cache, own = Cache(4, 5), Cache(2, 5, fill=0)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=5)
+    exporter = exporter_of(cache)
     exporter.show([KvExport(1, KEY, 5, (1,), held=True), KvExport(2, OTHER, 5, (2,), held=True)])
     first, _ = connect(exporter.address, "", WAIT)
     first.put(Hello(KEY, 0, 5, ROW, Kind.PRIVATE).pack())
@@ -207,7 +206,7 @@ def test_a_place_that_is_free_again_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_key_freed_before_its_request_is_held_for_nobody() -> None:
     """The rank was busy, its fetcher gave up."""
-    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=5)
+    exporter = exporter_of(Cache(4, 5))
     line, _ = connect(exporter.address, "", WAIT)
     line.put(Hello(KEY, 0, 0, ROW, Kind.PRIVATE).pack())
     assert receive_answer(line) is Kind.PRIVATE
@@ -222,7 +221,7 @@ def test_a_request_on_its_way_is_awaited_while_steps_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(exporting, "UNKNOWN_SECONDS", 0.1)
     monkeypatch.setattr(exporting, "KEEPALIVE_SECONDS", 0.05)
     cache, own = Cache(4, 5), Cache(2, 5, fill=0)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=WAIT)
+    exporter = exporter_of(cache, stall=WAIT)
     exporter.show([KvExport(2, OTHER, 0, (), held=False)], step=True)
     importer = KvImporter(rows_of(own), WAIT, 2)
     importer.start([fetch_of(exporter.address)])
@@ -238,7 +237,7 @@ def test_a_request_on_its_way_is_awaited_while_steps_run(monkeypatch: pytest.Mon
 def test_a_parked_rank_has_read_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that prepares new weights meanwhile. It runs no step, which is no reason to refuse."""
     monkeypatch.setattr(exporting, "UNKNOWN_SECONDS", 0.1)
-    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=0.3)
+    exporter = exporter_of(Cache(4, 5), stall=0.3)
     ledger: Any = None
     desk = HandoffDesk(Handoffs(ledger), exporter)
     exporter.show([KvExport(1, KEY, 5, (1,), held=True)], step=True)
@@ -254,7 +253,7 @@ def test_a_parked_rank_has_read_all_requests(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_rank_that_stands_still_refuses_at_once() -> None:
     """Once one fetch has waited in vain, later ones do not wait. When the rank goes on, they are served."""
     cache = Cache(4, 5)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=0.3)
+    exporter = exporter_of(cache, stall=0.3)
     running = KvExport(1, KEY, 5, (1, 2), held=False, planned=10)
     exporter.show([running], step=True)
     reasons = []
@@ -276,7 +275,7 @@ def test_a_rank_that_stands_still_refuses_at_once() -> None:
 
 
 def test_more_rows_than_the_prompt_has_are_refused() -> None:
-    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=60, stall=WAIT)
+    exporter = exporter_of(Cache(4, 5), stall=WAIT)
     exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
     source = KvSource(exporter.address, "", KEY, 9)
     assert fetched(KvImporter(rows_of(Cache(3, 5)), WAIT, WAIT), KvFetch(-1, source, 0, (1, 2), 9)) == 5

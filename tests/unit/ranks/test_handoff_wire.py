@@ -17,7 +17,7 @@ from ep_server.ranks.handoff.wire import (
 )
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import KvExport, KvFetch
-from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, fetched, lanes, rows_of
+from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, exporter_of, fetched, lanes, rows_of
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["shared", "tcp"])
@@ -46,7 +46,7 @@ def test_rows_are_written_over_libfabric(options: dict[str, Any], monkeypatch: p
     """In more slots than there are, between blocks of 5 and of 7 tokens; also as strict networks do it."""
     monkeypatch.setattr("ep_server.ranks.handoff.lanes.HOST_SLOT_BYTES", 4 * PARTS * WIDTH)
     far, cache = lanes(**options), Cache(40, 5)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, 60, 5, far)
+    exporter = exporter_of(cache, far)
     blocks, mine = (9, 3, 30, 17, 8, 2), (4, 0, 7)
     exporter.show([KvExport(1, KEY, 29, blocks, held=True)])
     own = Cache(9, 7, fill=0xEE)
@@ -64,7 +64,7 @@ def test_tcp_where_one_side_has_no_libfabric(there: tuple[Cache, KvExporter], ho
     cache, exporter = there
     far = lanes()
     if holder:
-        exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, 60, 5, far)
+        exporter = exporter_of(cache, far)
     exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
     own = Cache(2, 5, fill=0)
     importer = KvImporter(rows_of(own), WAIT, 5, None if holder else far)
@@ -181,7 +181,7 @@ def test_what_arrived_before_the_end_counts(there: tuple[Cache, KvExporter]) -> 
 def test_a_rank_that_runs_no_step_is_not_awaited() -> None:
     """It waits for others to be replaced. One that has everything need not run any."""
     cache = Cache(4, 5)
-    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, stall=0.3)
+    exporter = exporter_of(cache, stall=0.3)
     other = bytes(reversed(KEY))
     running = [KvExport(n, key, 5, (1, 2), held=False, planned=10) for n, key in ((1, KEY), (2, other))]
     exporter.show(running, step=True)
