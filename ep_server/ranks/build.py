@@ -113,16 +113,16 @@ def build_rank(
     # Before the weights: its heartbeat shows that this rank is alive, however long loading takes.
     exchange = device.open(spec, front.opening)
     placement = placement_of(start.placement) if start.HasField("placement") else None
-    progress = front.progress
+    progress, on_cpu = front.progress, device.compute.device.type == "cpu"
+    params = _load_params(start, config, spec, device)
+    if placement is not None:
+        params = replace(params, held=placement.of_rank(start.rank))
+    shadow = _shadow(start, config, model_spec, device)
     with ThreadPoolExecutor(1, "vocabulary") as beside:
         masks_made = beside.submit(_masks, config, model_spec, start.threads)
-        params = _load_params(start, config, spec, device)
-        if placement is not None:
-            params = replace(params, held=placement.of_rank(start.rank))
-        shadow = _shadow(start, config, model_spec, device)
         load = partial(load_model, params, progress, shadow)
-        shares_cores = start.joins and device.compute.device.type == "cpu"  # with ranks that serve
-        model = run_behind(load) if shares_cores else load()
+        behind = start.joins and on_cpu  # ranks that serve use the same cores
+        model = run_behind(load) if behind else load()
         masks = masks_made.result()
     loader = SlotLoader(model, shadow)
     loader.warm_up(params)  # takes its memory before the KV cache does
@@ -134,7 +134,7 @@ def build_rank(
         experts.waits = start.joins
     filler = None if shadow is None else ShadowFiller(shadow, model, params, experts)
     copies = not start.joins  # else others may be writing new weights into the shadow, until it takes part
-    if filler is not None and copies and model.compute.device.type == "cpu":
+    if filler is not None and copies and on_cpu:
         _fill(filler, progress)
     limits = _limits(config, model, built, device.ahead)
     if device.warms_alone or not start.joins:
@@ -149,28 +149,11 @@ def build_rank(
         filler.start(copies=copies)
     scheduler = RankScheduler(limits, start.weights_version)
     handoff = HandoffDesk.open(config, built.rows, start.rank, scheduler.handoffs)
-    address, local = handoff.address
-    ready = RankReady(
-        rank=start.rank,
-        pid=os.getpid(),
-        kv_blocks=built.kv_blocks,
-        block_size=limits.block_size,
-        weight_bytes=model.weights.nbytes,
-        kv_bytes=built.kv_blocks * model.kv_block_bytes(limits.block_size),
-        exchange_bytes=built.exchange_bytes,
-        load_seconds=time.monotonic() - began,
-        attention=built.attention,
-        kv_host_bytes=built.copier.slots * model.kv_block_bytes(limits.block_size),
-        kv_address=address,
-        kv_local=local,
-        pid_space=pid_space(),
-        gpus=torch.cuda.device_count() if config.parallel.device == "cuda" else 0,
-    )
     return RankParts(
         exchange,
         built.runner,
         scheduler,
-        ready,
+        _ready(start.rank, config, model, built, handoff.address, time.monotonic() - began),
         device.overlap(),
         device.modes(),
         masks,
@@ -181,6 +164,29 @@ def build_rank(
         built.copier,
         experts,
         filler,
+    )
+
+
+def _ready(
+    rank: int, config: Config, model: RankModel, built: Built, handoff: tuple[str, str], seconds: float
+) -> RankReady:
+    """What a rank reports once it can step. handoff: as HandoffDesk.address. seconds: of the start."""
+    size = config.scheduler.block_size
+    return RankReady(
+        rank=rank,
+        pid=os.getpid(),
+        kv_blocks=built.kv_blocks,
+        block_size=size,
+        weight_bytes=model.weights.nbytes,
+        kv_bytes=built.kv_blocks * model.kv_block_bytes(size),
+        exchange_bytes=built.exchange_bytes,
+        load_seconds=seconds,
+        attention=built.attention,
+        kv_host_bytes=built.copier.slots * model.kv_block_bytes(size),
+        kv_address=handoff[0],
+        kv_local=handoff[1],
+        pid_space=pid_space(),
+        gpus=torch.cuda.device_count() if config.parallel.device == "cuda" else 0,
     )
 
 
