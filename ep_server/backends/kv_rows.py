@@ -65,10 +65,6 @@ class KvRows(Protocol):
         """Of the memory of other ranks of this host that this one reads best."""
         ...
 
-    def warm_up(self) -> None:
-        """Moves a row onto itself, before anyone uses the cache."""
-        ...
-
     @property
     def parts(self) -> int:
         """Parts of a row, those of each layer one after the other."""
@@ -172,9 +168,6 @@ class CpuRows:
         self._part_bytes, self.parts = self._parts[0].shape[1], len(self._parts)
         self.row_bytes = self.parts * self._part_bytes
         self._progress, self._of_layer = cache.progress, self.parts // len(cache.layers)
-
-    def warm_up(self) -> None:
-        """Nothing is compiled here."""
 
     def plan_step(self) -> int:
         """As KvRows.plan_step."""

@@ -170,8 +170,10 @@ class CudaDevice:
             runner = gpu_runner(model, exchange, of_steps, plan, blocks, chosen.kernels, masks)
             slots = host_blocks(self._config, model.spec)
             copier = GpuCopies(runner.kv_cache, slots, self.device) if slots else NoCopies()
+            rows = GpuRows(runner.kv_cache, self.device, exchange.spec.timeout_ns / 1e9)
+            if self._config.handoff.role != "none":
+                rows.warm_up()
         self._built = runner, sizes
-        rows = GpuRows(runner.kv_cache, self.device, exchange.spec.timeout_ns / 1e9)
         most_singles = min(plan.max_running, plan.max_step_tokens)
         padded = tuple(size for size in runner.graphs.buckets if size > most_singles)
         return Built(runner, blocks, exchange.capabilities.memory_bytes, rows, chosen.named, copier, padded)

@@ -15,7 +15,7 @@ import torch
 
 from ep_server.backends.gpu.capability import native_built
 from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
-from ep_server.backends.gpu.waiting import STEP_SECONDS, Event, await_event
+from ep_server.backends.gpu.waiting import STEP_SECONDS, Event, await_device, await_event
 from ep_server.backends.kv_rows import HostMemory, HostSlots, Kind
 from ep_server.models.kv_cache import KvCache
 
@@ -76,11 +76,10 @@ class GpuRows:
         self.kind = Kind.DEVICE if device.type == "cuda" and native_built() else Kind.SHARED
 
     def warm_up(self) -> None:
-        """As KvRows.warm_up: compiles the kernels."""
+        """Compiles the kernels, by moving a row onto itself, before anyone uses the cache."""
+        await_device(self._device, STEP_SECONDS, "the first values of the KV cache")
         slots, first = self.offer(Kind.PRIVATE, 1, 1), torch.zeros(1, dtype=torch.int64)
-        for start in range(
-            min(self.parts, 2)
-        ):  # a table of addresses that begins at an odd one is another kernel
+        for start in range(min(self.parts, 2)):  # addresses that begin at an odd one are another kernel
             self.read(first, slice(start, None), slots, 0)
             self.write(first, slice(start, None), slots, 0, self.mark())
 

@@ -29,7 +29,6 @@ class HandoffDesk:
         """As configured. Raises: StartupError if it cannot listen, or has no network; ConfigError."""
         config, exporter, importer, lanes = server.handoff, None, None, None
         if config.role != "none":
-            rows.warm_up()
             lanes = _lanes(server, rank)
         if config.sends:
             port = config.port + rank if config.port else 0

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ep_server.backends.kv_rows import Kind
+from ep_server.config import Config
 from ep_server.ranks.handoff import exporter as exporting
 from ep_server.ranks.handoff.desk import LOOK_SECONDS, HandoffDesk
 from ep_server.ranks.handoff.importer import KvImporter
@@ -280,3 +281,20 @@ def test_more_rows_than_the_prompt_has_are_refused() -> None:
     source = KvSource(exporter.address, "", KEY, 9)
     assert fetched(KvImporter(rows_of(Cache(3, 5)), WAIT, WAIT), KvFetch(-1, source, 0, (1, 2), 9)) == 5
     exporter.close()
+
+
+class Untouched:
+    """Rows that nobody may move."""
+
+    row_bytes = PARTS * WIDTH
+    kind = Kind.SHARED
+
+
+def test_opening_the_desk_moves_no_rows() -> None:
+    """A GPU compiles kernels for that, which it does before its steps are warm."""
+    rows: Any = Untouched()
+    config = Config.from_values({"model.path": "/", "handoff.role": "both"})
+    desk = HandoffDesk.open(config, rows, 0, Handoffs(rows))
+    assert all(desk.address)
+    assert desk._exporter is not None
+    desk._exporter.close()
