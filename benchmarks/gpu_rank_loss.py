@@ -17,27 +17,28 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.load_checkpoint import Pattern, write
+from benchmarks.loss_server import Servers, given, of_streams, of_weights
 from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, shape_of
 from ep_server.cli.chaos.streams import Answer
-from ep_server.client import AsyncClient, Target
+from ep_server.client import AsyncClient
 from ep_server.models.families import read_spec
 from ep_server.scheduler.placement import first_placement, slots_lacking, slots_needed
 from ep_server.scheduler.placement_file import placement_values
 
 INTERVAL = 4  # tokens of a message: one client process reads all streams
 SHAPE = "benchmarks/shapes/qwen3-30b-a3b"
-START_SECONDS, CHAOS_SECONDS = 200, 120
+CHAOS_SECONDS = 120
 SHOWN = (
     "recovery: ",
     "recovered after",
@@ -47,7 +48,7 @@ SHOWN = (
     "they paused",
     "shadow",
     "weights ",
-    "ERROR",
+    '"level": "error"',
 )
 
 
@@ -83,53 +84,34 @@ def empty_spares(asked: argparse.Namespace, file: Path) -> list[str]:
     return [f"resilience.spare_slots={spares}", f"resilience.placement={file}"]
 
 
-def serve(asked: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "ep_server",
-        "serve",
-        "--model",
-        asked.model,
-        "--ranks",
-        str(asked.ranks),
-    ]
-    command += ["--port", str(asked.port)]
-    if asked.model == SHAPE:
-        command += ["--load-format", "dummy"]
-    if asked.model == SHAPE or asked.written is not None:
-        command += ["--routing", "uniform"]
-    settings: dict[str, object] = {
-        "parallel.device": asked.device,
-        "scheduler.max_running": asked.streams,
-        "scheduler.max_step_tokens": 2048,
-        "scheduler.max_queue": 4096,
-        "grpc.max_streams": 4096,
-        "resilience.max_losses": 1000,
-        "resilience.rank_losses": 0,
-    }
-    settings |= dict(text.split("=", 1) for text in asked.set)
-    for name, value in settings.items():
-        command += ["--" + name.replace(".", "-").replace("_", "-"), str(value)]
-    return subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+def servers_of(asked: argparse.Namespace) -> Servers:
+    """The server, not started."""
+    settings = {"parallel.device": asked.device, "model.path": asked.model, "grpc.port": asked.port}
+    settings |= {"parallel.threads_per_rank": 0, "log.level": "info"}
+    settings |= {**of_streams(asked.streams), **of_weights(Path(asked.model))}
+    if asked.written is not None:
+        settings["model.routing"] = "uniform"
+    return Servers(1, asked.ranks, settings | given(asked.set), 1, asked.log)
 
 
-def wait_until_served(server: subprocess.Popen[bytes], asked: argparse.Namespace, log: Path) -> None:
-    health = [sys.executable, "-m", "ep_server", "health", "--address", f"127.0.0.1:{asked.port}"]
-    deadline = time.monotonic() + START_SECONDS
-    while subprocess.run(health, capture_output=True, check=False).returncode:
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the server does not serve:\n{log.read_text()[-4000:]}")
-        time.sleep(1)
-    if "host shadow: " in log.read_text():  # GPU ranks fill it while they serve
-        while log.read_text().count("locked the host shadow") < asked.ranks and time.monotonic() < deadline:
-            time.sleep(1)
+@contextmanager
+def served(servers: Servers) -> Iterator[None]:
+    """While it serves. Prints how long the start took and, at the end, what its log says of it all."""
+    began = time.monotonic()
+    try:
+        servers.start(0)
+        asyncio.run(servers.until_served())
+        print(f"served after {time.monotonic() - began:.1f} s", flush=True)
+        yield
+    finally:
+        wrong = servers.stop()
+        print(*servers.shown(SHOWN), *wrong, sep="\n")
 
 
-async def lose_ranks(asked: argparse.Namespace) -> int:
+async def lose_ranks(asked: argparse.Namespace, address: str) -> int:
     """Loses a rank under load so many times, each time once all ranks serve. Returns: streams that failed."""
     draw = InTurn(0) if asked.empty_spares else random.Random(0)
-    async with AsyncClient(Target(f"127.0.0.1:{asked.port}")) as client:
+    async with AsyncClient(address) as client:
         failed = 0
         for _ in range(asked.faults):
             failed += await lose_one(client, asked, draw)
@@ -203,14 +185,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], help="SECTION.FIELD=VALUE of the server")
 
 
-def stop(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(30)
-    except subprocess.TimeoutExpired:
-        server.kill()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -218,29 +192,16 @@ def main() -> int:
     arguments(parser)
     parser.add_argument("--faults", type=int, default=3)
     parser.add_argument("--empty-spares", action="store_true", help="no copies of experts at the start")
-    parser.add_argument("--log", type=Path, default=Path("rank_loss.log"))
+    parser.add_argument("--log", type=Path, default=Path("rank_loss"), help="prefix of the log")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         if asked.written is not None:
             asked.model = str(written(Path(folder) / "model", asked))
         if asked.empty_spares:
             asked.set += empty_spares(asked, Path(folder) / "placement.json")
-        return measure(asked)
-
-
-def measure(asked: argparse.Namespace) -> int:
-    began = time.monotonic()
-    server = serve(asked, asked.log)
-    try:
-        wait_until_served(server, asked, asked.log)
-        print(f"served after {time.monotonic() - began:.1f} s")
-        status = int(asyncio.run(lose_ranks(asked)) > 0)
-    finally:
-        stop(server)
-    for line in asked.log.read_text(errors="replace").splitlines():
-        if any(word in line for word in SHOWN):
-            print(line)
-    return status
+        servers = servers_of(asked)
+        with served(servers):
+            return int(asyncio.run(lose_ranks(asked, servers.address)) > 0)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu_rank_loss import SHOWN, arguments, serve, stop, wait_until_served, written
-from ep_server.client import AsyncClient, Target
+from benchmarks.gpu_rank_loss import arguments, served, servers_of, written
+from ep_server.client import AsyncClient
 
 
 async def streamed(client: AsyncClient, asked: argparse.Namespace, draw: random.Random) -> list[float]:
@@ -37,9 +37,9 @@ async def streamed(client: AsyncClient, asked: argparse.Namespace, draw: random.
             return arrivals
 
 
-async def update(asked: argparse.Namespace, paths: list[Path]) -> None:
+async def update(asked: argparse.Namespace, paths: list[Path], address: str) -> None:
     draw = random.Random(0)
-    async with AsyncClient(Target(f"127.0.0.1:{asked.port}")) as client:
+    async with AsyncClient(address) as client:
         running = [asyncio.ensure_future(streamed(client, asked, draw)) for _ in range(asked.streams)]
         await asyncio.sleep(5)
         for number in range(asked.updates):
@@ -75,7 +75,7 @@ def main() -> None:
     arguments(parser)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--one", action="store_true", help="write one checkpoint only")
-    parser.add_argument("--log", type=Path, default=Path("update_weights.log"))
+    parser.add_argument("--log", type=Path, default=Path("update_weights"), help="prefix of the log")
     asked = parser.parse_args()
     asked.calls, asked.written = [], asked.written or 0
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
@@ -83,15 +83,9 @@ def main() -> None:
         paths = [written(Path(folder) / name, asked, seed) for seed, name in enumerate(names)]
         asked.model = str(paths[0])
         asked.set.append(f"model.updates={folder}")
-        server = serve(asked, asked.log)
-        try:
-            wait_until_served(server, asked, asked.log)
-            asyncio.run(update(asked, paths))
-        finally:
-            stop(server)
-            for line in asked.log.read_text(errors="replace").splitlines():
-                if any(word in line for word in SHOWN):
-                    print(line)
+        servers = servers_of(asked)
+        with served(servers):
+            asyncio.run(update(asked, paths, servers.address))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The server processes that rank_loss.py takes ranks and nodes away from, and what their logs and /proc say.
+"""The server processes that benchmarks take ranks and nodes away from, and what their logs and /proc say.
 
 Units: seconds of time.monotonic(), MiB.
 """
@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -106,7 +106,7 @@ class Servers:
             self.processes[node] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     async def until_served(self) -> None:
-        """Until node 0 has said its address."""
+        """Until node 0 has said its address, and its host shadow, if it has one, is locked on GPUs."""
         deadline = time.monotonic() + START_SECONDS
         while not self.address:
             said = (_SERVING.search(message) for _, message in self.messages())
@@ -115,6 +115,21 @@ class Servers:
             if time.monotonic() > deadline or process is None or process.poll() is not None:
                 raise SystemExit(f"the server does not serve:\n{self.log_of(0).read_text()[-4000:]}")
             await asyncio.sleep(0.2)
+        if self.settings["parallel.device"] == "cuda" and self.shown(["host shadow: "]):
+            while len(self.shown(["locked the host shadow"])) < self.ranks and time.monotonic() < deadline:
+                await asyncio.sleep(1)
+
+    def shown(self, words: Sequence[str]) -> list[str]:
+        """Lines of node 0 that have one of these words, in the form of people."""
+        found = []
+        for line in self.log_of(0).read_text(errors="replace").splitlines():
+            if any(word in line for word in words):
+                try:
+                    known = json.loads(line)
+                    found.append(f"{known['time']} {known['level']} {known['message']}")
+                except (ValueError, KeyError, TypeError):  # of a traceback, say
+                    found.append(line)
+        return found
 
     def messages(self) -> Iterator[tuple[float, str]]:
         """Time and text of each line of node 0."""
@@ -201,6 +216,28 @@ class Servers:
             if status:
                 wrong.append(f"node {node} ended with status {status}: see {self.log_of(node)}")
         return wrong
+
+
+def of_streams(streams: int) -> dict[str, object]:
+    """Settings of a server on GPUs that so many streams keep busy."""
+    return {
+        "scheduler.max_running": streams,
+        "scheduler.max_step_tokens": 2048,
+        "scheduler.max_queue": 4096,
+        "grpc.max_streams": 4096,
+    }
+
+
+def of_weights(model: Path) -> dict[str, object]:
+    """Settings of a server for a model that may have no weights: made on the device then."""
+    if list(model.glob("*.safetensors")):
+        return {}
+    return {"model.load_format": "dummy", "model.routing": "uniform"}
+
+
+def given(asked: Iterable[str]) -> dict[str, object]:
+    """Settings as the command line has them: SECTION.FIELD=VALUE."""
+    return dict(text.split("=", 1) for text in asked)
 
 
 def _free_port() -> int:

@@ -39,7 +39,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.loss_server import Servers
+from benchmarks.loss_server import Servers, given, of_streams, of_weights
 from benchmarks.loss_streams import WORST, Load, Lost, gaps, undisturbed
 from benchmarks.make_checkpoint import make_checkpoint
 from ep_server.cli.chaos.faults import settled_pids
@@ -218,18 +218,8 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
         found |= {"model.dtype": "float32", "exchange.reduction": "source", "exchange.timeout_seconds": hang}
         found["scheduler.kv_blocks"] = 2048
     else:
-        found |= {"scheduler.max_running": args.streams, "scheduler.max_step_tokens": 2048}
-        found |= {"scheduler.max_queue": 4096, "grpc.max_streams": 4096}
-    if not list(checkpoint(args.model).glob("*.safetensors")):
-        found |= {"model.load_format": "dummy", "model.routing": "uniform"}
-    return found | {name: _value(text) for name, text in (each.split("=", 1) for each in args.set)}
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        found |= of_streams(args.streams)
+    return found | of_weights(checkpoint(args.model)) | given(args.set)
 
 
 def checkpoint(model: str) -> Path:
