@@ -10,6 +10,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 
 from ep_server.cluster.link import Link
 from ep_server.cluster.node_group import GroupOrder
@@ -159,7 +160,8 @@ class GroupRanks:
     async def _spawn(self, plan: GroupPlan, spawn: pb.Spawn) -> None:
         callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit)
         weights = self._order.weights_version
-        local = LocalRanks(self._config, plan, spawn.kv_blocks, self._module, weights=weights)
+        agreed = replace(plan, kv_blocks=spawn.kv_blocks)
+        local = LocalRanks(self._config, agreed, self._module, weights=weights)
         try:
             await spawn_here(local, callbacks, self._started, self._standby if spawn.urgent else None)
         except (EpServerError, OSError) as error:

@@ -178,8 +178,8 @@ class NodeGroup:
 
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
         """As Hosts.spawn: once all nodes have planned, each starts its ranks."""
-        plan, self.kv_blocks = await self._plan()
-        self.planned = True
+        plan = await self._plan()
+        self.planned, self.kv_blocks = True, plan.kv_blocks
         log.info("nodes %s: %d KV blocks on each rank", list(self.order.nodes), self.kv_blocks)
         each = self.config.parallel.ranks
         for node, link in self._links.items():  # from here on, losing a node means losing its ranks
@@ -189,7 +189,7 @@ class NodeGroup:
             urgent = self._standby is not None
             link.send(spawn=pb.Spawn(kv_blocks=self.kv_blocks, group=number, urgent=urgent))
         weights = self.order.weights_version
-        local = LocalRanks(self.config, plan, self.kv_blocks, self._module, weights=weights)
+        local = LocalRanks(self.config, plan, self._module, weights=weights)
         await spawn_here(local, callbacks, started, self._standby)
         for remote in self._remote.values():
             for rank in remote.ranks:
@@ -223,8 +223,8 @@ class NodeGroup:
         for link in self._links.values():
             link.send(end_ranks=pb.EndRanks(group=self.order.number))
 
-    async def _plan(self) -> tuple[GroupPlan, int]:
-        """Returns: this node's plan, and the KV blocks of each rank: the least that any node allows.
+    async def _plan(self) -> GroupPlan:
+        """Returns: this node's plan, with as many KV blocks for each rank as the node that allows the least.
 
         Raises: StartupError if a node cannot hold its ranks, is lost, or does not answer.
         """
@@ -253,7 +253,7 @@ class NodeGroup:
             answers.cancel()
         if blocks < self._least_blocks:
             raise StartupError(f"memory for {blocks} KV blocks on each rank, {self._least_blocks} are wanted")
-        return plan, blocks
+        return replace(plan, kv_blocks=blocks)
 
 
 def _answer(answer: asyncio.Future[int], blocks: int) -> None:

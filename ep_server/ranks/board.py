@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ep_server.errors import StartupError
@@ -58,6 +59,19 @@ class Board:
         """To the process that has this place, if one does."""
         if rank in self.processes:
             self.processes[rank].send(message.SerializeToString())
+
+    async def end(self, ranks: Collection[int], seconds: float) -> None:
+        """Ends processes and reads their channels to the end. Their memory follows. Raises: as until()."""
+        old = [self.processes[rank] for rank in sorted(ranks) if rank in self.processes]
+        for process in old:
+            process.signal(signal.SIGKILL)
+        self.dying = [*self.dying, *old]
+        over = "the process of a lost one ends"
+        await self.until(lambda: all(process.ended.is_set() for process in old), seconds, over)
+        for process in old:
+            process.close()
+            self.processes.pop(process.rank, None)
+            self.ready.pop(process.rank, None)
 
     async def reap(self, seconds: float) -> None:
         """Waits until no process that has ended holds memory. Raises: StartupError after so many seconds."""

@@ -17,7 +17,7 @@ from ep_server.errors import EpServerError, StartupError, Unavailable
 from ep_server.orders import DropChange, PrepareGeneration, SwitchChange
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing, ended
-from ep_server.ranks.order_messages import regroup_message
+from ep_server.ranks.messages import placement_message
 from ep_server.ranks.own_orders import OwnOrders
 from ep_server.ranks.process import RankCallbacks
 from ep_server.ranks.protocol import GroupState, RankListener, Restarted
@@ -198,8 +198,15 @@ class Generations:
     def _regroup(
         self, rank: int, live: Iterable[int], placement: Placement | None, kept: Iterable[int]
     ) -> None:
-        number, lost = self._board.work_number, self._replacing.kv.lost
-        self._board.send(rank, regroup_message(self.generation, number, live, placement, kept, lost))
+        order = pb.Regroup(
+            generation=self.generation,
+            work_number=self._board.work_number,
+            kept=kept,
+            live=sorted(live),
+            placement=None if placement is None else placement_message(placement),
+            lost_kv=self._replacing.kv.lost,
+        )
+        self._board.send(rank, pb.ToRank(regroup=order))
 
     def forget_lost(self) -> None:
         """As Ranks.forget_lost."""
@@ -208,22 +215,11 @@ class Generations:
                 self._board.send(rank, pb.ToRank(forget_lost=pb.ForgetLost()))
 
     async def _end(self, ranks: Collection[int], lost: Collection[int] = ()) -> None:
-        """Ends processes and reads their channels to the end; memory follows. lost: see KvMemory.leave()."""
-        old = [self._board.processes[rank] for rank in sorted(ranks) if rank in self._board.processes]
+        """As Board.end(). lost: see KvMemory.leave()."""
         self._ending |= set(ranks)
-        for process in old:
-            process.signal(signal.SIGKILL)
-        self._board.dying = [*self._board.dying, *old]
-        await self._board.until(
-            lambda: all(process.ended.is_set() for process in old),
-            self._timing.kill,
-            "the process of a lost one ends",
-        )
-        for process in old:
-            process.close()
-            self._board.processes.pop(process.rank, None)
-            self._board.ready.pop(process.rank, None)
-            self._replacing.kv.leave(process.rank, lost=process.rank in lost)
+        await self._board.end(ranks, self._timing.kill)
+        for rank in ranks:
+            self._replacing.kv.leave(rank, lost=rank in lost)
         self._ending.difference_update(ranks)
         self._joining.difference_update(ranks)
 

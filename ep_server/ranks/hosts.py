@@ -182,9 +182,7 @@ class OneHost:
         if plan.shadow is not None:
             log.info("%s", plan.shadow.described())
         outlive = self._outlive and replaces_ranks(topology_of(self._config, plan.exchange), plan.exchange)
-        local = self._local = LocalRanks(
-            self._config, plan, plan.kv_blocks, self._module, outlive, self._weights
-        )
+        local = self._local = LocalRanks(self._config, plan, self._module, outlive, self._weights)
         shared = await asyncio.to_thread(_share, local)
         if outlive:
             self._shared = shared
@@ -248,13 +246,11 @@ class OneHost:
 class LocalRanks:
     """The ranks of this host.
 
-    kv_blocks: of each rank, as all hosts have agreed. outlive: a rank outlives the loss of another one.
-    weights: version of those that config.model.path has.
+    outlive: a rank outlives the loss of another one. weights: version of those that config.model.path has.
     """
 
     config: Config
     plan: GroupPlan
-    kv_blocks: int
     module: str = WORKER
     outlive: bool = False
     weights: int = 0
@@ -358,7 +354,7 @@ def _start(
         exchange_fd=shared.segment,
         bells=shared.bells,
         threads=local.plan.threads,
-        kv_blocks=local.kv_blocks,
+        kv_blocks=local.plan.kv_blocks,
         outlives=local.outlive,
         weights_version=local.weights,
         shadow_fd=shared.shadow,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ep_server.orders import (
     CountExperts,
@@ -19,7 +19,6 @@ from ep_server.orders import (
     SwitchChange,
 )
 from ep_server.ranks.messages import placement_message, placement_of
-from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
 
 _PLAIN: dict[str, Callable[[], RankOrder]] = {
@@ -28,26 +27,6 @@ _PLAIN: dict[str, Callable[[], RankOrder]] = {
     "flush_cache": FlushCache,
 }
 _DONE_FIELDS = tuple(OrderDone.__dataclass_fields__)
-
-
-def regroup_message(
-    generation: int,
-    work_number: int,
-    live: Iterable[int],
-    placement: Placement | None,
-    kept: Iterable[int],
-    lost_kv: Iterable[int],
-) -> pb.ToRank:
-    """Fields as in rank.proto."""
-    order = pb.Regroup(
-        generation=generation,
-        work_number=work_number,
-        kept=kept,
-        live=sorted(live),
-        placement=None if placement is None else placement_message(placement),
-        lost_kv=lost_kv,
-    )
-    return pb.ToRank(regroup=order)
 
 
 def order_message(order: RankOrder, number: int, work_number: int = 0) -> pb.ToRank:

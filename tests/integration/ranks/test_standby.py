@@ -92,7 +92,7 @@ async def test_one_that_died_unseen_becomes_no_rank(pool: StandbyPool, dead: int
     callbacks = replace(NO_CALLBACKS, on_exit=lambda rank, _code: exits.append(rank))
     shared = SharedMemory(os.memfd_create("segment"))
     unused: Any = None
-    local = LocalRanks(CONFIG, unused, 0)
+    local = LocalRanks(CONFIG, unused)
     async with asyncio.timeout(WAIT):
         process, inside = await _process(local, 7, shared, callbacks, pool)
         for one in waiting[:dead]:
