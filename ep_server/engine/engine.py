@@ -96,7 +96,6 @@ class Engine:
         self._profiles = Profiles(self._delivery.orders, settings.profiles)
         self._numbers = itertools.count(1)
         self._submitted = 0
-        self._open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
 
@@ -160,7 +159,7 @@ class Engine:
         Raises: Unavailable, Draining, RankLost, DeadlineExceeded, InvalidArgument, QueueFull.
         """
         self._check_now(asked)
-        self._admission.check(asked, self._requests.crowd(asked, self._open_streams))
+        self._admission.check(asked, self._requests.crowd(asked))
 
     def submit(self, sequences: Sequence[Submission]) -> list[tuple[Request, TokenStream]]:
         """Admits a request and gives it to a rank. `close()` the streams when their reader leaves.
@@ -318,16 +317,14 @@ class Engine:
             running=sum(rank.running for rank in ranks),
             waiting=sum(rank.waiting for rank in ranks),
             releasing=sum(rank.releasing for rank in ranks),
-            open_streams=self._open_streams,
+            open_streams=self._requests.open_streams,
             submitted=self._submitted,
         )
 
     def check_integrity(self) -> None:
         """Raises InternalError if tables and counts disagree. For tests and idle moments."""
         self._requests.check_integrity()
-        counts = self.statistics()
-        in_order = counts.open_streams == counts.running + counts.waiting + self._requests.unread
-        if not in_order or self._no_streams.is_set() != (counts.open_streams == 0):
+        if self._no_streams.is_set() == bool(self._requests.open_streams):
             raise InternalError(f"open streams do not fit in {self!r}")
 
     def _check_now(self, asked: Asked) -> None:
@@ -355,7 +352,7 @@ class Engine:
 
     def _make_room(self, asked: Asked) -> None:
         """Refuses the waiting requests whose place this one takes. Raises: QueueFull if there are too few."""
-        crowd = self._requests.crowd(asked, self._open_streams)
+        crowd = self._requests.crowd(asked)
         over = self._admission.check(asked, crowd)
         if not over:
             return
@@ -385,13 +382,11 @@ class Engine:
             active.timer = loop.call_later(submission.timeout, self._delivery.expire, active)
         self._requests.add(active)
         self._submitted += 1
-        self._open_streams += 1
         self._no_streams.clear()
         self._observer.on_admitted(len(request.prompt_ids))
         return request, stream
 
     def _on_stream_closed(self, active: ActiveRequest, error: EpServerError | None) -> None:
-        self._open_streams -= 1
-        if self._open_streams == 0:
-            self._no_streams.set()
         self._delivery.reader_left(active, error)
+        if not self._requests.open_streams:
+            self._no_streams.set()

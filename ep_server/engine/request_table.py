@@ -69,6 +69,11 @@ class RequestTable:
         """Requests that have not ended, as a copy: the table may change meanwhile."""
         return iter([active for requests in self._by_id.values() for active in requests])
 
+    @property
+    def open_streams(self) -> int:
+        """Of all ranks, not yet read to their end."""
+        return sum(rank.waiting + rank.running for rank in self.ranks) + self.unread
+
     def releasing(self) -> list[ActiveRequest]:
         """Requests that have ended and hold KV blocks."""
         return [active for active in self._by_number.values() if active.state.ended]
@@ -207,13 +212,13 @@ class RequestTable:
             for count in (self.ranks[rank.rank],)
         }
 
-    def crowd(self, asked: Asked, open_streams: int) -> Crowd:
+    def crowd(self, asked: Asked) -> Crowd:
         """Load that a request finds."""
         ranks = self.ranks if asked.dp_rank is None else [self.ranks[asked.dp_rank]]
         counts = [(priority, n) for rank in ranks for priority, n in rank.priorities.items()]
         behind = sum(n for priority, n in counts if priority < asked.priority)
         active = sum(rank.waiting + rank.running for rank in ranks)
-        return Crowd(open_streams, sum(rank.in_flight for rank in ranks), active - behind, behind)
+        return Crowd(self.open_streams, sum(rank.in_flight for rank in ranks), active - behind, behind)
 
     def behind(self, asked: Asked, count: int) -> list[ActiveRequest]:
         """Whole requests waiting behind one, at least `count` sequences, last in order first.

@@ -8,6 +8,7 @@ runner; the caller provides torch.inference_mode.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -140,7 +141,7 @@ class GpuRunner:
         self._arrived = [torch.cuda.Event() for _ in range(stages)]  # type: ignore[no-untyped-call]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
-        self._masked = np.zeros(3, dtype=np.int64)  # see statistics()
+        self._masked = Counter[str]()  # see statistics()
         self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
         experts, total = params.spec.router.num_experts, self._decoder.experts.total
         self._moves = ExpertMoves(params.slots, experts, total, self._seconds)
@@ -260,8 +261,9 @@ class GpuRunner:
         if ready:
             self._draw(launched, waiting.pieces, ready, waiting.logits, masks)
         launched.late = [number for row, number in numbers.items() if row not in ready]
+        starved = waiting.computed is not None and waiting.computed.query()
         waited = time.perf_counter_ns() - began
-        self._masked += (1, waited, waiting.computed is not None and waiting.computed.query())
+        self._masked.update(masked_steps=1, mask_wait_ns=waited, mask_starved_steps=int(starved))
         self._behind(launched, waiting.timed, waiting.decode)
         return launched.late
 
@@ -312,10 +314,7 @@ class GpuRunner:
         else:
             experts = rows.by_expert(total.numpy())
         counters = {"experts_active": int(active), "kernels_compiled": self._compilations.count}
-        masked = zip(
-            ("masked_steps", "mask_wait_ns", "mask_starved_steps"), self._masked.tolist(), strict=True
-        )
-        counters |= {name: count for name, count in masked if self._masked[0]}
+        counters |= self._masked
         if clock.counters.get("timed_steps"):
             counters |= moe_counters(clock.histograms, clock.sums, sum(self._params.spec.sparse_layers))
         return RunnerStatistics(

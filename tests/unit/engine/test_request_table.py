@@ -131,9 +131,9 @@ def test_who_waits_ahead_and_who_behind() -> None:
     requests[1].state = State.RUNNING
     made.started(requests[1])
     made.grew(requests[1])
-    assert made.crowd(Asked(priority=0), 7) == Crowd(7, 5, ahead=5, behind=0)
-    assert made.crowd(Asked(priority=2), 7) == Crowd(7, 5, ahead=2, behind=3)
-    assert made.crowd(Asked(priority=2, dp_rank=0), 7) == Crowd(7, 4, ahead=2, behind=2)
+    assert made.crowd(Asked(priority=0)) == Crowd(5, 5, ahead=5, behind=0)
+    assert made.crowd(Asked(priority=2)) == Crowd(5, 5, ahead=2, behind=3)
+    assert made.crowd(Asked(priority=2, dp_rank=0)) == Crowd(5, 4, ahead=2, behind=2)
     assert made.behind(Asked(priority=2), 2) == [requests[4], requests[2]]  # not 1, which runs
     assert made.behind(Asked(priority=2, dp_rank=0), 2) == [requests[4], requests[0]]
     assert made.behind(Asked(priority=2), 4) == []
