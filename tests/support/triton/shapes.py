@@ -15,6 +15,7 @@ import torch
 
 from ep_server.backends.gpu.kernels.triton import stamps
 from ep_server.backends.gpu.kernels.triton.embedding import RowTokens, embed
+from ep_server.backends.gpu.kernels.triton.expand import ExpandedKv, expand_blocks
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights, tally
 from ep_server.backends.gpu.kernels.triton.experts import run_experts, silu_mul
 from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
@@ -137,6 +138,15 @@ def widening() -> None:
     """A copy of 2048 blocks with 4 KV heads."""
     wide, blocks = gqa_cache(BF16).layer, meta(4096, dtype=I32)
     widen_blocks(gqa_cache(FP8), blocks, meta(1, dtype=I32), wide, 8 * 132)
+
+
+def expanding() -> None:
+    """Sixteen heads of DeepSeek-V3, 32768 positions."""
+    room = 32768
+    to = ExpandedKv(meta(16, room, 128), meta(16, room, 128), meta(room, 64))
+    for dtype in (BF16, FP8):
+        cache, blocks, count = mla_cache(dtype), meta(room // 16, dtype=I32), meta(1, dtype=I32)
+        expand_blocks(cache, blocks, count, meta(16, 128, 512), meta(16, 512, 128), to, 132)
 
 
 def routing() -> None:
@@ -267,8 +277,8 @@ def moving_blocks() -> None:
 
 PARTS = (
     moving_blocks,
-    ends_of_steps, local_rows, norms, rotations, partial_sums, decoding, prefilling, widening, routing,
-    grouped, sampling, stamping, counting_layers, small_float32,
+    ends_of_steps, local_rows, norms, rotations, partial_sums, decoding, prefilling, widening, expanding,
+    routing, grouped, sampling, stamping, counting_layers, small_float32,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -15,24 +15,33 @@ namespace {
 using cuda::check;
 using hopper::require;
 
+constexpr uint32_t kSlice = 64;         // channels of a copy
 constexpr cuuint64_t kHead = kDim * 2;  // bytes
 
 // Half of a head's channels, by the positions of one piece.
 hopper::Boxes<4> boxes_of(const void* cache, const Shape& shape, uint32_t piece) {
+  const bool plain = shape.rotary == nullptr;
+  const cuuint64_t position = plain ? shape.kv_heads * kHead : kHead;
   return {cache,
-          {kDim / 2, shape.positions, 2, shape.kv_heads},
-          {shape.kv_heads * kHead, kHead / 2, kHead},
-          {kDim / 2, piece, 1, 1}};
+          {kSlice, shape.positions, kDim / kSlice, shape.kv_heads},
+          {position, kHead / 2, plain ? kHead : shape.positions * kHead},
+          {kSlice, piece, 1, 1}};
+}
+
+hopper::Boxes<4> rotary_boxes_of(const Shape& shape, uint32_t piece) {
+  constexpr cuuint64_t kRow = kRotary * 2;
+  return {shape.rotary, {kRotary, shape.positions, 1, 1}, {kRow, kRow, kRow}, {kRotary, piece, 1, 1}};
 }
 
 }  // namespace
 
-Prefill::Prefill(int device, const Shape& cache, float scale, void* scratch) : device_(device) {
-  const uint32_t block = cache.block_size;
+Prefill::Prefill(int device, const Shape& cache, float scale, void* scratch)
+    : device_(device), latent_(cache.rotary != nullptr) {
+  const uint32_t block = cache.block_size, least = latent_ ? kLeastLatentBlock : kLeastBlock;
   require(cache.kv_heads != 0, "kv_heads", cache.kv_heads, "at least 1");
   require(cache.group >= 1 && cache.group <= kRows, "group", cache.group, "1 to " + std::to_string(kRows));
-  require(std::has_single_bit(block) && block >= kLeastBlock, "block_size", block,
-          "a power of two from " + std::to_string(kLeastBlock));
+  require(std::has_single_bit(block) && block >= least, "block_size", block,
+          "a power of two from " + std::to_string(least));
   require(cache.positions != 0 && cache.positions % block == 0 && cache.positions < 1ull << 31, "positions",
           cache.positions, "whole blocks, below 2^31 positions");
   hopper::require_hopper(device);
@@ -40,6 +49,7 @@ Prefill::Prefill(int device, const Shape& cache, float scale, void* scratch) : d
   const auto encode = hopper::find_encode_tiled();
   params_.k = hopper::map_of(encode, boxes_of(cache.k, cache, piece));
   params_.v = hopper::map_of(encode, boxes_of(cache.v, cache, piece));
+  if (latent_) params_.rotary = hopper::map_of(encode, rotary_boxes_of(cache, piece));
   params_.kv_heads = cache.kv_heads, params_.group = cache.group;
   params_.tile_tokens = kRows / cache.group;
   params_.block_shift = uint32_t(std::countr_zero(block));
@@ -61,16 +71,15 @@ void Prefill::run(cudaStream_t stream, const Work& work) const {
   if (work.tokens == 0 || work.sequences == 0) return;
   Params params = params_;
   params.work = work;
-  const uint32_t heads = params.kv_heads * params.group;
-  params.q =
-      hopper::map_of<4>(hopper::find_encode_tiled(), {work.q,
-                                                      {kDim / 2, heads, 2, work.tokens},
-                                                      {kHead, kHead / 2, heads * kHead},
-                                                      {kDim / 2, params.group, 1, params.tile_tokens}});
+  const uint32_t heads = params.kv_heads * params.group, channels = latent_ ? kDim + kRotary : kDim;
+  params.q = hopper::map_of<4>(hopper::find_encode_tiled(), {work.q,
+                                                             {kSlice, heads, channels / kSlice, work.tokens},
+                                                             {channels * 2, kSlice * 2, work.q_pitch},
+                                                             {kSlice, params.group, 1, params.tile_tokens}});
   const uint64_t tiles = work.tokens / params.tile_tokens + std::min(work.sequences, work.tokens);
   const uint64_t units = tiles * params.kv_heads * params.most_parts;
   const cuda::OnDevice here(device_);
-  check(start(stream, uint32_t(std::min<uint64_t>(units, blocks_)), params), "prefill");
+  check(start(stream, uint32_t(std::min<uint64_t>(units, blocks_)), latent_, params), "prefill");
 }
 
 }  // namespace ep::prefill

@@ -33,31 +33,35 @@ __device__ inline void copy_shared_box(void* to, const CUtensorMap* map, const u
       : "memory");
 }
 
-// Requests an item's tiles of keys or of values. Each lane has one half of the channels of one piece.
+// Requests an item's tiles of keys or of values. Each lane has 64 of the channels of one piece.
+template <Form F, uint32_t kSlices>
 class Loader {
  public:
   __device__ Loader(const Params& p, const CUtensorMap* map, const Item& item, uint32_t lane)
-      : p_(p), map_(map), item_(item), piece_(lane / 2), half_(lane % 2) {
-    static_assert(kPositions / kLeastBlock * 2 <= 32);
+      : p_(p), map_(map), item_(item), piece_(lane / kSlices), slice_(lane % kSlices) {
+    static_assert(kPositions / (kSlices == 2 ? kLeastBlock : kLeastLatentBlock) * kSlices <= 32);
     block_ = block_of(item.tiles - 1);
   }
 
   // All tiles of the part, from its last one on.
-  __device__ void load(std::byte (&to)[kStages][kTileBytes], Ring& ring, Place& place) {
-    const uint32_t bytes = kSwizzledRow << p_.piece_shift;  // of half a piece
-    for (uint32_t tile = item_.tiles; tile-- > item_.first; place.next(kStages)) {
+  __device__ void load(std::byte (&to)[F::kStages][kSlices * kSliceBytes], Ring<F>& ring, Place& place) {
+    const uint32_t bytes = kSwizzledRow << p_.piece_shift;  // of 64 channels of a piece
+    for (uint32_t tile = item_.tiles; tile-- > item_.first; place.next(F::kStages)) {
       const uint32_t block = block_, first = first_of(tile);
       if (tile != item_.first) block_ = block_of(tile - 1);  // arrives while this tile is awaited
       await_phase(&ring.empty[place.stage], place.parity ^ 1);
       uint64_t* full = &ring.full[place.stage];
       const uint32_t positions = min(item_.last - tile * kPositions, kPositions);
       const uint32_t count = (positions + (1u << p_.piece_shift) - 1) >> p_.piece_shift;
-      if (piece_ + half_ == 0) arrive_and_expect(full, count * 2 * bytes);
+      if (piece_ + slice_ == 0) arrive_and_expect(full, count * kSlices * bytes);
       __syncwarp();
       if (piece_ >= count) continue;
       const uint32_t at = (block << p_.block_shift) + (first & ((1u << p_.block_shift) - 1));
-      copy_shared_box(to[place.stage] + half_ * kHalfBytes + piece_ * bytes, map_, {0, at, half_, item_.head},
-                      full);
+      std::byte* shared = to[place.stage] + slice_ * kSliceBytes + piece_ * bytes;
+      if (kSlices > 2 && slice_ == 2)
+        copy_shared_box(shared, &p_.rotary, {0, at, 0, 0}, full);
+      else
+        copy_shared_box(shared, map_, {0, at, slice_, item_.head}, full);
     }
   }
 
@@ -73,31 +77,34 @@ class Loader {
   const Params& p_;
   const CUtensorMap* map_;
   const Item& item_;
-  const uint32_t piece_, half_;
+  const uint32_t piece_, slice_;
   uint32_t block_;
 };
 
-__device__ inline void load_queries_and_keys(const Params& p, Shared& s, uint32_t lane) {
+template <Form F>
+__device__ inline void load_queries_and_keys(const Params& p, Shared<F>& s, uint32_t lane) {
   Agenda agenda(p, lane);
   Place place;
   Item item;
   for (uint32_t n = 0; agenda.next(item); ++n) {
-    Loader loader(p, &p.k, item, lane);
+    Loader<F, F::kSlices> loader(p, &p.k, item, lane);
     await_phase(&s.q_empty, ~n & 1);
     if (lane == 0) {
-      arrive_and_expect(&s.q_full, 2 * p.group * p.tile_tokens * kSwizzledRow);
-      for (uint32_t half = 0; half < 2; ++half)
-        copy_shared_box(s.q + half * kHalfBytes, &p.q, {0, item.head * p.group, half, item.row}, &s.q_full);
+      arrive_and_expect(&s.q_full, F::kSlices * p.group * p.tile_tokens * kSwizzledRow);
+      for (uint32_t slice = 0; slice < F::kSlices; ++slice)
+        copy_shared_box(s.q + slice * kSliceBytes, &p.q, {0, item.head * p.group, slice, item.row},
+                        &s.q_full);
     }
     loader.load(s.k, s.of_k, place);
   }
 }
 
-__device__ inline void load_values(const Params& p, Shared& s, uint32_t lane) {
+template <Form F>
+__device__ inline void load_values(const Params& p, Shared<F>& s, uint32_t lane) {
   Agenda agenda(p, lane);
   Place place;
   Item item;
-  while (agenda.next(item)) Loader(p, &p.v, item, lane).load(s.v, s.of_v, place);
+  while (agenda.next(item)) Loader<F, 2>(p, &p.v, item, lane).load(s.v, s.of_v, place);
 }
 
 // Lets one warpgroup at a time begin products.
@@ -113,9 +120,10 @@ class Turn {
   uint32_t own_, other_;
 };
 
+template <Form F>
 class Multiplier {
  public:
-  __device__ Multiplier(const Params& p, Shared& s, uint32_t group)
+  __device__ Multiplier(const Params& p, Shared<F>& s, uint32_t group)
       : p_(p), s_(s), group_(group), lane_(threadIdx.x % 32), thread_(threadIdx.x % 128) {}
 
   __device__ void run() {
@@ -160,8 +168,8 @@ class Multiplier {
     pin(soft_.scores);
     begin_products();
 #pragma unroll
-    for (uint32_t i = 0; i < kDim / 16; ++i) {
-      const uint32_t beyond = (i / 4 * kHalfBytes + i % 4 * 32) >> 4;
+    for (uint32_t i = 0; i < F::kSlices * 4; ++i) {
+      const uint32_t beyond = (i / 4 * kSliceBytes + i % 4 * 32) >> 4;
       Product<int(kPositions)>::run(soft_.scores, q + beyond, k + beyond, i != 0);
     }
     commit_products();
@@ -172,7 +180,7 @@ class Multiplier {
     await_products<kPending>();
     pin(soft_.scores);
     if (lane_ == 0) arrive(&s_.of_k.empty[k_.stage]);
-    k_.next(kStages);
+    k_.next(F::kStages);
     const int32_t first = int32_t(tile * kPositions);
     if (first + int32_t(kPositions) > int32_t(item_.position) + 1)
       soft_.mask({position_[0] + 1 - first, position_[1] + 1 - first}, lane_);
@@ -194,7 +202,7 @@ class Multiplier {
     await_products<0>();
     pin(soft_.sums), pin(soft_.weights);
     if (lane_ == 0) arrive(&s_.of_v.empty[v_.stage]);
-    v_.next(kStages);
+    v_.next(F::kStages);
   }
 
   // Clears the values from a position on. The other warpgroup writes the same zeros.
@@ -202,7 +210,7 @@ class Multiplier {
     const uint4 zeros{};
     for (uint32_t piece = from * 8 + thread_; piece < kPositions * 8; piece += 128)
       for (uint32_t half = 0; half < 2; ++half)
-        *reinterpret_cast<uint4*>(s_.v[v_.stage] + half * kHalfBytes + piece * 16) = zeros;
+        *reinterpret_cast<uint4*>(s_.v[v_.stage] + half * kSliceBytes + piece * 16) = zeros;
     publish_to_async();
     meet();
   }
@@ -255,7 +263,7 @@ class Multiplier {
   }
 
   __device__ void write() {
-    const uint32_t heads = p_.kv_heads * p_.group;
+    const uint32_t heads = F::kSlices == 2 ? p_.kv_heads * p_.group : p_.work.row_heads;
     const float scale = p_.work.v_scale == nullptr ? 1.0f : p_.work.v_scale[item_.head];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
@@ -275,7 +283,7 @@ class Multiplier {
   }
 
   const Params& p_;
-  Shared& s_;
+  Shared<F>& s_;
   const uint32_t group_, lane_, thread_;
   Place k_, v_;
   Item item_;
@@ -284,16 +292,18 @@ class Multiplier {
   Softmax soft_;
 };
 
+template <Form F>
 __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ Params p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte memory[];  // the swizzle pattern starts at these multiples
-  auto& s = *reinterpret_cast<Shared*>(memory);
+  auto& s = *reinterpret_cast<Shared<F>*>(memory);
   const uint32_t warp = warp_number();
   if (threadIdx.x == 0) {
     fetch_map(&p.q), fetch_map(&p.k), fetch_map(&p.v);
+    if constexpr (F::kSlices > 2) fetch_map(&p.rotary);
     init_barrier(&s.q_full, 1), init_barrier(&s.q_empty, kWarps);
-    for (Ring* ring : {&s.of_k, &s.of_v}) {
-      for (uint32_t i = 0; i < kStages; ++i) {
+    for (Ring<F>* ring : {&s.of_k, &s.of_v}) {
+      for (uint32_t i = 0; i < F::kStages; ++i) {
         init_barrier(&ring->full[i], 1);
         init_barrier(&ring->empty[i], kWarps);
       }
@@ -309,18 +319,24 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     if (warp == 1) load_values(p, s, threadIdx.x % 32);
   } else {
     take_registers<kRegisters>();
-    Multiplier(p, s, warp / 4 - 1).run();
+    Multiplier<F>(p, s, warp / 4 - 1).run();
   }
 #else
   __trap();  // Prefill rejects other GPUs
 #endif
 }
 
+template <Form F>
+cudaError_t start_form(cudaStream_t stream, uint32_t blocks, const Params& params) {
+  constexpr size_t kBytes = sizeof(Shared<F>);
+  static_assert(kBytes <= 227 << 10, "a block of Hopper has no more");
+  return hopper::launch(stream, prefill_kernel<F>, {blocks, kThreads, kBytes}, kBytes, params);
+}
+
 }  // namespace
 
-cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
-  static_assert(sizeof(Shared) <= 227 << 10, "a block of Hopper has no more");
-  return hopper::launch(stream, prefill_kernel, {blocks, kThreads, sizeof(Shared)}, sizeof(Shared), params);
+cudaError_t start(cudaStream_t stream, uint32_t blocks, bool latent, const Params& params) {
+  return latent ? start_form<Latent>(stream, blocks, params) : start_form<Plain>(stream, blocks, params);
 }
 
 }  // namespace ep::prefill

@@ -10,19 +10,23 @@
 
 namespace ep::prefill {
 
-inline constexpr uint32_t kDim = 128;        // channels of a head
+inline constexpr uint32_t kDim = 128;        // channels of a head's values; of its keys without rotary ones
+inline constexpr uint32_t kRotary = 64;      // further channels of keys, in the latent form
 inline constexpr uint32_t kRows = 128;       // of a tile: (token, query head of one KV head) pairs
 inline constexpr uint32_t kPositions = 128;  // of a tile of keys and values
 inline constexpr uint32_t kLeastBlock = 8;   // positions; eight rows are a pattern of the swizzle
-inline constexpr uint32_t kMostParts = 16;   // of the context of a tile of rows
-inline constexpr uint32_t kMostUnits = 3;    // parts of all tiles together, for each block of a launch
+inline constexpr uint32_t kLeastLatentBlock = 16;  // its copies, three for a piece, are one warp's
+inline constexpr uint32_t kMostParts = 16;         // of the context of a tile of rows
+inline constexpr uint32_t kMostUnits = 3;          // parts of all tiles together, for each block of a launch
 // Scratch of a launch: counters of finished parts, then what each part leaves: for each of its two
 // warpgroups, 64 sums, two maxima and two totals of 128 threads.
 inline constexpr uint64_t kCounterBytes = 4096, kPartFloats = 128 * (64 + 4);
 
-// One layer's cache, [positions, kv_heads, kDim] bfloat16 each, and its head counts.
+// One layer's cache in bfloat16, and its head counts. Two forms:
+//   plain, rotary null:  k, v [positions, kv_heads, kDim]
+//   latent, expanded:    k, v [kv_heads, positions, kDim], rotary [positions, kRotary], which all heads share
 struct Shape {
-  const void *k, *v;
+  const void *k, *v, *rotary;
   uint64_t positions;
   uint32_t kv_heads, group, block_size;  // group: query heads of a KV head; block_size: a power of two
 };
@@ -31,8 +35,10 @@ struct Shape {
 // count a chunk's own tokens: the device does not check this. An invalid block reads an arbitrary part of the
 // cache.
 struct Work {
-  const void* q;                                  // [tokens, heads, kDim] bfloat16
-  void* out;                                      // as q; rows of sequences without a chunk are not written
+  const void* q;       // [tokens, heads, channels of keys] bfloat16
+  uint64_t q_pitch;    // bytes from token to token
+  void* out;           // [tokens, row_heads, kDim]; rows of sequences without a chunk are not written
+  uint32_t row_heads;  // in the latent form: of a row of `out`, of which the launch writes the first ones
   const int32_t *query_start, *lengths, *blocks;  // [sequences + 1], [sequences], tables
   uint32_t blocks_pitch;                          // entries from table to table
   uint32_t tokens, sequences;
@@ -52,6 +58,7 @@ struct Params {
   float scale;                        // of the scores, in units of log2
   uint32_t* counters;                 // zero between launches
   float* parts;
+  CUtensorMap rotary;  // in the latent form
 };
 
 // One layer's cache as the copy engine reads it. For one device, on any stream. Launches that use the same
@@ -70,10 +77,11 @@ class Prefill {
 
  private:
   int device_;
+  bool latent_;
   uint32_t blocks_;  // of a launch, at most
   Params params_{};
 };
 
-cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params);
+cudaError_t start(cudaStream_t stream, uint32_t blocks, bool latent, const Params& params);
 
 }  // namespace ep::prefill

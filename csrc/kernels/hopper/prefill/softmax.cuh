@@ -32,7 +32,7 @@ __device__ inline float exp2_fast(float x) {
 
 // Values of a tile as the second operand: channels are its rows, but positions are contiguous rows of memory.
 __device__ inline uint64_t values_operand(uint32_t address) {
-  constexpr uint64_t kNextChannels = uint64_t(kHalfBytes >> 4) << 16, kOwn = ~(0x3fffull << 16);
+  constexpr uint64_t kNextChannels = uint64_t(kSliceBytes >> 4) << 16, kOwn = ~(0x3fffull << 16);
   return (operand(address) & kOwn) | kNextChannels;
 }
 

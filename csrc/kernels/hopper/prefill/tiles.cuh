@@ -9,21 +9,37 @@ namespace ep::prefill {
 using namespace hopper;
 
 inline constexpr uint32_t kWarpgroups = 2;                                   // that multiply, 64 rows each
-inline constexpr uint32_t kStages = 3;                                       // of keys and of values
-inline constexpr uint32_t kHalfBytes = kPositions * kSwizzledRow;            // half of the channels of a tile
-inline constexpr uint32_t kTileBytes = 2 * kHalfBytes;                       // of queries, keys or values
-inline constexpr uint32_t kGroupBytes = kRows / kWarpgroups * kSwizzledRow;  // a warpgroup's rows of a half
+inline constexpr uint32_t kSliceBytes = kPositions * kSwizzledRow;           // 64 channels of a tile
+inline constexpr uint32_t kTileBytes = 2 * kSliceBytes;                      // of values
+inline constexpr uint32_t kGroupBytes = kRows / kWarpgroups * kSwizzledRow;  // a warpgroup's rows of a slice
 static_assert(kRows == kPositions && kRows == kWarpgroups * 64);
 
-// A ring of tiles. full: the copy engine has filled a stage. empty: each multiplying warp has used it.
-struct Ring {
-  uint64_t full[kStages], empty[kStages];
+// The forms of keys, see Shape: slices of 64 channels, and tiles of keys and of values that fit beside them.
+struct Plain {
+  static constexpr uint32_t kSlices = kDim / 64, kStages = 3;
+};
+struct Latent {
+  static constexpr uint32_t kSlices = (kDim + kRotary) / 64, kStages = 2;
 };
 
+template <class T>
+concept Form = requires {
+  requires T::kSlices * 64 >= kDim;
+  requires T::kStages >= 2;
+};
+
+// A ring of tiles. full: the copy engine has filled a stage. empty: each multiplying warp has used it.
+template <Form F>
+struct Ring {
+  uint64_t full[F::kStages], empty[F::kStages];
+};
+
+template <Form F>
 struct Shared {
-  std::byte q[kTileBytes], k[kStages][kTileBytes], v[kStages][kTileBytes];
+  static constexpr uint32_t kKeyBytes = F::kSlices * kSliceBytes;  // of a tile of queries or of keys
+  std::byte q[kKeyBytes], k[F::kStages][kKeyBytes], v[F::kStages][kTileBytes];
   uint64_t q_full, q_empty;
-  Ring of_k, of_v;
+  Ring<F> of_k, of_v;
   uint32_t arrived[kWarpgroups];  // parts that were finished before this block's, by warpgroup
 };
 

@@ -274,6 +274,7 @@ def store_mla(x: MlaInput, q_out: torch.Tensor, kv: PagedKv, rotation: Rotation)
 
     Args:
         q_out: [T, heads, rope_dim] of x's dtype, any pitches: the last channels of the query of attention.
+          May be x.q_rope: a thread writes only what it has read itself.
     Raises: InternalError for another shape, dtype or layout.
     """
     kv.check()
