@@ -10,13 +10,15 @@ from ep_server.backends.assembly import TORCH, RankModel
 from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
 from ep_server.backends.gpu.capability import sm_count
+from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.graphs import GraphKey, captured_keys
+from ep_server.backends.gpu.kernels.triton.expand import TILE
 from ep_server.backends.gpu.layer_progress import DeviceProgress
 from ep_server.backends.gpu.memory import Room
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
-from ep_server.backends.gpu.widening import Widening
+from ep_server.backends.gpu.widening import CopyRule, Widening
 from ep_server.backends.masks import Masks
 from ep_server.exchange.api import Exchange
 from ep_server.models.decoder import DecoderParams
@@ -58,14 +60,18 @@ def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
     return Room.on(device).kv_blocks(block, *asked, weights, plan.step_bytes, copies)
 
 
-def widening_of(model: RankModel, plan: GpuPlan) -> Widening | None:
-    """Room for the longest context and a whole step of other prompts; None if no step widens."""
-    spec = model.spec.attention
-    if not plan.widens or not isinstance(spec, GqaSpec):
+def widening_of(model: RankModel, plan: GpuPlan) -> CopyRule | None:
+    """Room for the longest context and a whole step of other prompts; None if no step attends to a copy."""
+    spec, sms = model.spec.attention, sm_count(model.compute.device)
+    if not plan.widens:
         return None
-    wanted = sum(-(-tokens // plan.block_size) for tokens in (model.max_context, plan.max_step_tokens))
-    most = plan.kv_blocks or plan.useful_blocks
-    return Widening.of(spec, plan.block_size, min(wanted, most), sm_count(model.compute.device))
+    most = (plan.kv_blocks or plan.useful_blocks) * plan.block_size
+    size = plan.block_size if isinstance(spec, GqaSpec) else TILE
+    wanted = sum(-(-tokens // size) for tokens in (model.max_context, plan.max_step_tokens))
+    wanted = min(wanted, -(-most // size))
+    if isinstance(spec, GqaSpec):
+        return Widening.of(spec, size, wanted, sms)
+    return Expansion.of(spec, plan.block_size, wanted, sms)
 
 
 def decode_kernels(asked: str, model: RankModel, block_size: int) -> Chosen:

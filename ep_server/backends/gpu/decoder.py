@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_server.backends.gpu.attention.attention import AttentionStep, GqaKernels, gqa, mla
+from ep_server.backends.gpu.attention.attention import AttentionStep, GqaKernels, MlaKernels, gqa, mla
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, TritonDecode, triton_decode
+from ep_server.backends.gpu.attention.expanded import ExpandedPrefill
 from ep_server.backends.gpu.attention.widened import WidenedPrefill
 from ep_server.backends.gpu.capability import sm_count
+from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.kernels.hopper.attention import (
     HopperAttentionStep,
     hopper_attention,
     launch_config_for,
 )
 from ep_server.backends.gpu.kernels.hopper.mla import (
-    HopperMla,
     HopperMlaStep,
     hopper_mla,
     mla_launch_config_for,
@@ -51,7 +52,7 @@ from ep_server.backends.gpu.moe.moe import (
 from ep_server.backends.gpu.moe.rows import DeferredCombine, Rows
 from ep_server.backends.gpu.side_stream import SideStream
 from ep_server.backends.gpu.step_input import StepTensors
-from ep_server.backends.gpu.widening import Widening
+from ep_server.backends.gpu.widening import CopyRule, Widening
 from ep_server.backends.torch_compute import TorchLinear
 from ep_server.models.attention import rotation_table
 from ep_server.models.decoder import DecoderParams, Forward
@@ -86,14 +87,14 @@ class GpuDecoder:
     Args:
         params: weights prepared by TorchCompute on the device.
         kernels: of attention with one token per sequence; Triton's if None.
-        widening: of steps whose chunks attend to a copy of an FP8 cache; None = there are none.
+        widening: of steps whose chunks attend to a copy: a Widening or an Expansion; None = there are none.
     """
 
     def __init__(
         self,
         params: DecoderParams,
         kernels: DecodeKernels | None = None,
-        widening: Widening | None = None,
+        widening: CopyRule | None = None,
     ) -> None:
         self._spec, self._weights = params.spec, params.weights
         device = params.compute.device
@@ -106,10 +107,15 @@ class GpuDecoder:
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
-        self._scratch = prefill_scratch(device) if isinstance(attention, GqaSpec) else None
+        ours = isinstance(attention, GqaSpec) or widening is not None
+        self._scratch = prefill_scratch(device) if ours else None
         self._widened: WidenedPrefill | None = None
-        if widening is not None:
-            assert isinstance(attention, GqaSpec)
+        self._expanded: ExpandedPrefill | None = None
+        if isinstance(widening, Expansion):
+            dtype = params.weights.embedding.dtype
+            self._expanded = ExpandedPrefill(widening, dtype, device, self._scratch)
+        elif widening is not None:
+            assert isinstance(widening, Widening) and isinstance(attention, GqaSpec)
             self._widened = WidenedPrefill(attention, widening, device, self._scratch)
         self._by = [self._layer_kernels(index) for index in range(params.spec.num_layers)]
 
@@ -186,14 +192,14 @@ class GpuDecoder:
         if isinstance(spec, GqaSpec):
             assert isinstance(w, GqaWeights) and isinstance(by, GqaKernels)
             return gqa(x, w, by, spec, kv, at)
-        assert isinstance(w, MlaWeights) and not isinstance(by, GqaKernels)
+        assert isinstance(w, MlaWeights) and isinstance(by, MlaKernels)
         return mla(x, w, by, spec, kv, at)
 
-    def _layer_kernels(self, index: int) -> GqaKernels | HopperMla | None:
+    def _layer_kernels(self, index: int) -> GqaKernels | MlaKernels:
         spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]
         ours = isinstance(self._kernels, TritonDecode) and self._kernels.hopper
         if isinstance(spec, MlaSpec):
-            return hopper_mla(kv, spec) if ours else None
+            return MlaKernels(hopper_mla(kv, spec) if ours else None, self._expanded)
         assert isinstance(w, GqaWeights)
         norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
         hopper = hopper_attention(kv, spec, self._table, norm) if ours else None
@@ -218,7 +224,8 @@ class GpuDecoder:
 
     def _latent(self, step: StepTensors) -> HopperMlaStep | None:
         spec, kernels, count = self._spec.attention, self._kernels, len(step.singles)
-        if not count or not any(isinstance(by, HopperMla) for by in self._by):
+        wanted = any(isinstance(by, MlaKernels) and by.singles is not None for by in self._by)
+        if not wanted or not count:
             return None
         assert isinstance(spec, MlaSpec) and isinstance(kernels, TritonDecode)
         config = mla_launch_config_for(count, spec.heads, kernels.num_sms, kernels.longest)

@@ -22,7 +22,7 @@ class GraphKey(NamedTuple):
     """bucket: rows that a step is padded to; if more than the sequences at once, it includes prompt chunks.
 
     timed: whether there are stamps between its phases. normal: with the exchange of many rows.
-    widened: chunks attend to a bfloat16 copy of an FP8 cache.
+    widened: chunks attend to a copy of the cache, see widening.py.
     """
 
     bucket: int

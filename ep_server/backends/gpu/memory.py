@@ -46,7 +46,7 @@ class Room:
         Args:
             block: bytes of one. asked: configured number; 0 = as many as fit, at most `useful`.
             weights: bytes that are on the GPU already. step: bytes that steps need beside the rest.
-            copies: of them for widened blocks, beside `step`.
+            copies: of them for copies of blocks, see widening.py, beside `step`.
         Raises: StartupError with the numbers if these, or a single one, do not fit.
         """
         room = max(0, self.free - step - copies)
@@ -59,7 +59,7 @@ class Room:
         )
         steps = f", of which a step with many rows takes {_gib(step)} (exchange.mode)" if step else ""
         if copies:
-            steps += f", of which bfloat16 copies of FP8 blocks take {_gib(copies)} (model.attention = auto)"
+            steps += f", of which copies of blocks for prompts take {_gib(copies)} (model.attention = auto)"
         raise StartupError(
             f"the model does not fit: with {_gib(weights)} of weights {self._left()}{steps}, "
             + (wanted if asked else f"a KV block takes {block} bytes")

@@ -37,7 +37,7 @@ from ep_server.backends.gpu.step_input import (
     sampled_slices,
 )
 from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
-from ep_server.backends.gpu.widening import Widening
+from ep_server.backends.gpu.widening import CopyRule
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.errors import InternalError
 from ep_server.models.batch import cut
@@ -107,7 +107,7 @@ class GpuOptions:
     keys: tuple[GraphKey, ...] = ()
     timed_every: int = 0
     kernels: DecodeKernels | None = None
-    widening: Widening | None = None
+    widening: CopyRule | None = None
 
 
 class GpuRunner:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
-from ep_server.backends.gpu.widening import WidenedBlocks, Widening, WideningInput
+from ep_server.backends.gpu.widening import CopyRule, WidenedBlocks, WideningInput
 from ep_server.errors import InternalError
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
@@ -64,7 +64,7 @@ class Chunks:
 
     query_start: [S + 1] where the rows of each sequence of the step begin; a single token has none.
     slots: [T] as for the whole step, but -1 for single tokens too.
-    padded: whether rows may belong to no sequence. widened: the copy of an FP8 cache to attend to, if any.
+    padded: whether rows may belong to no sequence. widened: the copy of the cache to attend to, if any.
     """
 
     query_start: torch.Tensor
@@ -113,7 +113,7 @@ class StepInput:
     """The memory of the steps of one rank. One thread fills it; a fill is ordered by the current stream."""
 
     def __init__(
-        self, shape: InputShape, device: torch.device, staging: int = 3, widening: Widening | None = None
+        self, shape: InputShape, device: torch.device, staging: int = 3, widening: CopyRule | None = None
     ) -> None:
         """staging: host buffers used in turn; a buffer is written again only `staging` fills later.
 

@@ -23,18 +23,20 @@ from triton.runtime.jit import JITFunction
 
 from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu import capability
-from ep_server.backends.gpu.attention import widened
+from ep_server.backends.gpu.attention import expanded, widened
 from ep_server.backends.gpu.attention.decode_kernels import triton_decode
+from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.graphs import captured_keys
 from ep_server.backends.gpu.kernels.hopper import attention as hopper_attention
+from ep_server.backends.gpu.kernels.triton.expand import TILE
 from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
-from ep_server.backends.gpu.widening import Widening
+from ep_server.backends.gpu.widening import CopyRule, Widening
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.models.decoder import DecoderParams
-from ep_server.models.families.spec import GqaSpec
+from ep_server.models.families.spec import GqaSpec, MlaSpec
 from ep_server.models.kv_cache import KvCache
 
 Launch = tuple[object, ...]
@@ -63,7 +65,8 @@ MLA = {
 class Rank:
     """What a rank is like. ranks: of its group. sequences, tokens: of its largest step. blocks: of KV.
 
-    hopper: single tokens have a kernel of their own, as on Hopper. widens: chunks do, over an FP8 cache.
+    hopper: single tokens have a kernel of their own, as on Hopper. widens: chunks do, over a copy of the
+    cache: of FP8 codes, or of latents in bfloat16.
     """
 
     config: dict[str, Any]
@@ -91,6 +94,7 @@ def kernels_for_hopper() -> Iterator[None]:
             lambda kv, spec: not kv.fp8 and not hopper_attention.shape_obstacle(spec, kv.block_size),
         )
         patch.setattr(widened, "HopperPrefill", StillPrefill)
+        patch.setattr(expanded, "HopperLatentPrefill", StillPrefill)
         patch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
         yield
 
@@ -154,7 +158,7 @@ class StillNative:
 
 
 class StillPrefill:
-    """In place of a HopperPrefill."""
+    """In place of a HopperPrefill, or of a HopperLatentPrefill."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -196,7 +200,9 @@ def still_runner(folder: Path, rank: Rank) -> GpuRunner:
     top_k = model.spec.router.top_k
     spec = ExchangeSpec(0, rank.ranks, placement, rank.tokens, model.spec.hidden, top_k, Payload.BF16)
     exchange: Any = StillExchange(spec)
-    held = torch.float8_e4m3fn if rank.widens else torch.bfloat16
+    attention = model.spec.attention
+    codes = rank.widens and isinstance(attention, GqaSpec)
+    held = torch.float8_e4m3fn if codes else torch.bfloat16
     cache = KvCache(model.spec, rank.blocks, BLOCK, held, CPU)
     decoder = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     rows = LocalRows() if rank.ranks == 1 else FusedRows(exchange)
@@ -204,9 +210,10 @@ def still_runner(folder: Path, rank: Rank) -> GpuRunner:
     forms = captured_keys(*sizes, widens=rank.widens) if rank.graphs else []
     shape = InputShape(rank.tokens, rank.sequences, model.max_context // BLOCK, BLOCK)
     kernels = triton_decode(model.spec.attention, model.max_context, MULTIPROCESSORS)
-    attention, widening = model.spec.attention, None
-    if rank.widens:
-        assert isinstance(attention, GqaSpec)
+    widening: CopyRule | None = None
+    if rank.widens and isinstance(attention, GqaSpec):
         widening = Widening.of(attention, BLOCK, rank.blocks, MULTIPROCESSORS)
+    elif rank.widens and isinstance(attention, MlaSpec):
+        widening = Expansion.of(attention, BLOCK, rank.blocks * BLOCK // TILE, MULTIPROCESSORS)
     options = GpuOptions(shape, RowsOfSteps(rows, rows), tuple(forms), kernels=kernels, widening=widening)
     return GpuRunner(decoder, options)

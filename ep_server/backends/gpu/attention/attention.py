@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ep_server.backends.gpu.attention.decode_kernels import DecodeLayer
+from ep_server.backends.gpu.attention.expanded import ExpandedPrefill
 from ep_server.backends.gpu.attention.widened import WidenedPrefill
 from ep_server.backends.gpu.kernels.hopper.attention import HopperAttention, HopperAttentionStep
 from ep_server.backends.gpu.kernels.hopper.mla import HopperMla, HopperMlaStep
@@ -74,6 +75,14 @@ class GqaKernels:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class MlaKernels:
+    """A layer's Hopper kernels for latent attention: of single tokens, and of chunks on expanded latents."""
+
+    singles: HopperMla | None = None
+    expanded: ExpandedPrefill | None = None
+
+
 def gqa(
     x: torch.Tensor, w: GqaWeights, by: GqaKernels, spec: GqaSpec, kv: PagedKv, at: AttentionStep
 ) -> torch.Tensor | Partial:
@@ -110,14 +119,14 @@ def _norm_all_heads(qkv: torch.Tensor, w: GqaWeights, spec: GqaSpec, eps: float)
 def mla(
     x: torch.Tensor,
     w: MlaWeights,
-    by: HopperMla | None,
+    by: MlaKernels,
     spec: MlaSpec,
     kv: PagedKv,
     at: AttentionStep,
 ) -> torch.Tensor:
-    """Latent attention of x: [T, H], normed, to [T, H], absorbed; stores the tokens' latents.
+    """Latent attention of x: [T, H], normed, to [T, H]; stores the tokens' latents.
 
-    by: the layer's Hopper kernel for single tokens, if it has one.
+    Absorbed, but for chunks in steps that have a copy of the latents to expand.
     """
     down = w.down(x)
     q_width = down.shape[1] - spec.kv_lora - spec.rope_dim
@@ -127,23 +136,55 @@ def mla(
         rms_norm(q, w.q_norm, spec.norm_eps, normed)
         q = w.q_up(normed)
     q = q.view(len(x), spec.heads, spec.nope_dim + spec.rope_dim)
-    query = x.new_empty(len(x), spec.heads, spec.kv_lora + spec.rope_dim)
-    by_head = query[..., : spec.kv_lora].transpose(0, 1)
+    q_rope = q[..., spec.nope_dim :]
+    given = MlaInput(latent, k_rope, q_rope, w.kv_norm, spec.norm_eps)
     k_up, v_up = w.k_up, w.v_up
     assert isinstance(k_up, TorchHeadLinear) and isinstance(v_up, TorchHeadLinear)
-    torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), k_up.weight, out=by_head)
-    given = MlaInput(latent, k_rope, q[..., spec.nope_dim :], w.kv_norm, spec.norm_eps)
-    store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
-    latents = answers(x, spec.heads, spec.kv_lora, at.step)
-    rule, singles = AttentionRule(spec.scale), at.latent
-    if by is None or singles is None:
-        attend(query, kv, rule, at, latents)
+    up, chunks, rule = (k_up.weight, v_up.weight), at.step.chunks, AttentionRule(spec.scale)
+    if by.expanded is not None and chunks is not None and chunks.widened is not None:
+        store_mla(given, q_rope, kv, at.rotation)
+        out = answers(x, spec.heads, spec.v_dim, at.step)
+        singles = len(at.step.singles)
+        if singles:
+            query = _absorbed(q[:singles], up[0])
+            query[..., spec.kv_lora :] = q_rope[:singles]
+            latents = x.new_empty(singles, spec.heads, spec.kv_lora)
+            _attend_singles(query, kv, rule, by.singles, at, latents)
+            torch.bmm(latents.transpose(0, 1), up[1], out=out[:singles].transpose(0, 1))
+        by.expanded.run(q, chunks.query_start, kv, up, chunks.widened, at.step.lengths, out)
     else:
-        by.run(query[: singles.count], singles, latents[: singles.count])
+        query = _absorbed(q, up[0])
+        store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
+        latents = answers(x, spec.heads, spec.kv_lora, at.step)
+        _attend_singles(query, kv, rule, by.singles, at, latents)
         attend_chunks(query, kv, rule, at, latents)
-    out = x.new_empty(len(x), spec.heads, spec.v_dim)
-    torch.bmm(latents.transpose(0, 1), v_up.weight, out=out.transpose(0, 1))
+        out = x.new_empty(len(x), spec.heads, spec.v_dim)
+        torch.bmm(latents.transpose(0, 1), up[1], out=out.transpose(0, 1))
     return w.out(out.flatten(1))
+
+
+def _absorbed(q: torch.Tensor, k_up: torch.Tensor) -> torch.Tensor:
+    """Queries [T, heads, kv_lora + rope_dim] in the latent space; the rotary channels are not written."""
+    heads, nope, latent = k_up.shape
+    query = q.new_empty(len(q), heads, latent + q.shape[2] - nope)
+    torch.bmm(q[..., :nope].transpose(0, 1), k_up, out=query[..., :latent].transpose(0, 1))
+    return query
+
+
+def _attend_singles(
+    query: torch.Tensor,
+    kv: PagedKv,
+    rule: AttentionRule,
+    by: HopperMla | None,
+    at: AttentionStep,
+    out: torch.Tensor,
+) -> None:
+    """The rows of single tokens, absorbed, by the layer's Hopper kernel if it has one."""
+    count, step = len(at.step.singles), at.latent
+    if by is None or step is None:
+        at.decode(query[:count], kv, rule, out[:count])
+    else:
+        by.run(query[:count], step, out[:count])
 
 
 def answers(x: torch.Tensor, heads: int, channels: int, step: StepTensors) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Chooses at startup the kernels for attention with one token per sequence on a rank's GPU.
 
 `auto` uses our Hopper kernels if they support the model, also for chunks of prompts, else Triton's. Over an
-FP8 cache only chunks have one, which reads a copy in bfloat16. Chunks of latent attention always use
-Triton's, and so do all chunks beside FlashInfer: its kernels for both plan every step on the host.
+FP8 cache only chunks have one, which reads a copy in bfloat16. Chunks of latent attention have one that
+reads expanded latents, in steps where that pays. Beside FlashInfer all chunks use Triton's: its kernels for
+both plan every step on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ep_server.backends.gpu.attention.flashinfer_decode import FlashInferDecode,
 from ep_server.backends.gpu.capability import NATIVE, native_built, sm_count
 from ep_server.backends.gpu.kernels.hopper.attention import shape_obstacle
 from ep_server.backends.gpu.kernels.hopper.mla import mla_obstacle
-from ep_server.backends.gpu.kernels.hopper.prefill import prefill_obstacle
+from ep_server.backends.gpu.kernels.hopper.prefill import latent_prefill_obstacle, prefill_obstacle
 from ep_server.errors import ConfigError
 from ep_server.models.families.spec import GqaSpec, MlaSpec
 from ep_server.models.sizes import Dtype
@@ -64,7 +65,7 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """named: for the log, with the reason. widens: chunks may attend to a bfloat16 copy of an FP8 cache."""
+    """named: for the log, with the reason. widens: chunks may attend to a copy of the cache."""
 
     kernels: DecodeKernels
     named: str
@@ -81,11 +82,15 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
     if asked != "flashinfer":
         reason = hopper_obstacle(case) if asked == "auto" else "as asked"
         kernels = triton_decode(case.spec, case.longest, case.num_sms, hopper=not reason)
-        hopper = "hopper (chunks of prompts: triton)" if isinstance(case.spec, MlaSpec) else "hopper"
-        widens = asked == "auto" and not widening_obstacle(case)
-        if widens:
-            reason += "; chunks of prompts: hopper, on a bfloat16 copy"
-        return Chosen(kernels, f"triton ({reason})" if reason else hopper, widens)
+        widens = asked == "auto" and not copy_obstacle(case)
+        chunks = ""
+        if isinstance(case.spec, MlaSpec):
+            chunks = f"chunks of prompts: {'hopper, on expanded latents' if widens else 'triton'}"
+        elif widens:
+            chunks = "chunks of prompts: hopper, on a bfloat16 copy"
+        name = "triton" if reason else "hopper"
+        detail = "; ".join(text for text in (reason, chunks if widens or not reason else "") if text)
+        return Chosen(kernels, f"{name} ({detail})" if detail else name, widens)
     problem = why_not_flashinfer(case)
     if problem:
         raise _refused(problem)
@@ -109,15 +114,17 @@ def hopper_obstacle(case: AttentionCase) -> str:
     return shape_obstacle(case.spec, case.block_size)
 
 
-def widening_obstacle(case: AttentionCase) -> str:
-    """Why chunks cannot attend to a bfloat16 copy of the cache by our Hopper kernel; "" if they can."""
-    if case.kv_dtype is not Dtype.FP8:
+def copy_obstacle(case: AttentionCase) -> str:
+    """Why chunks cannot attend to a copy of the cache by our Hopper kernel, or need none; "" if they can."""
+    latent, fp8 = isinstance(case.spec, MlaSpec), case.kv_dtype is Dtype.FP8
+    if not latent and not fp8:
         return f"the KV cache is {case.kv_dtype}, not {Dtype.FP8}"
-    if isinstance(case.spec, MlaSpec):
-        return "the model's attention is latent"
-    problem = _why_not_bf16(replace(case, kv_dtype=Dtype.BFLOAT16), (9,), "not that of Hopper")
+    readable = replace(case, kv_dtype=Dtype.BFLOAT16) if fp8 else case
+    problem = _why_not_bf16(readable, (9,), "not that of Hopper")
     if problem or not case.built:
         return problem or f"the package was built without {NATIVE}"
+    if isinstance(case.spec, MlaSpec):
+        return latent_prefill_obstacle(case.spec, case.block_size)
     return prefill_obstacle(case.spec, case.block_size)
 
 

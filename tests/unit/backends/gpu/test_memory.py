@@ -81,7 +81,7 @@ def test_steps_with_many_rows_leave_less_for_the_cache() -> None:
 def test_copies_of_fp8_blocks_leave_less_for_the_cache() -> None:
     assert ROOM.kv_blocks(GIB, 0, 1000, 90 * GIB, step=GIB, copies=9 * GIB) == int(30 * KV_SHARE)
     words = (
-        r"a step with many rows takes 1\.00 GiB .*bfloat16 copies of FP8 blocks take 9\.00 GiB .*at most 30,"
+        r"a step with many rows takes 1\.00 GiB .*copies of blocks for prompts take 9\.00 GiB .*at most 30,"
     )
     with pytest.raises(StartupError, match=words):
         ROOM.kv_blocks(GIB, 31, 1000, 90 * GIB, step=GIB, copies=9 * GIB)

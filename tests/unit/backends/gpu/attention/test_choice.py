@@ -23,6 +23,7 @@ QWEN = GqaSpec(32, 4, 128, 128**-0.5)
 LATENT = MlaSpec(16, 0, 512, 128, 64, 128, 0.1)
 HOPPER = AttentionCase(QWEN, BF16, BF16, 16, 4096, CPU, 132, (9, 0))
 LATENT_CASE = replace(HOPPER, spec=LATENT)
+EXPANDED = "chunks of prompts: hopper, on expanded latents"
 
 
 def absent() -> Xqa:
@@ -55,8 +56,9 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
     heads, kv_heads, v_dim = (32, 4, 128) if case is HOPPER else (16, 1, 512)
     hopper = asked == "auto"
     assert chosen.kernels == TritonDecode(heads, kv_heads, v_dim, 4096, 132, hopper)
-    ours = "hopper" if case is HOPPER else "hopper (chunks of prompts: triton)"
+    ours = "hopper" if case is HOPPER else f"hopper ({EXPANDED})"
     assert chosen.named == (ours if hopper else "triton (as asked)")
+    assert chosen.widens == (hopper and case is LATENT_CASE)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +72,6 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
             replace(LATENT_CASE, spec=replace(LATENT, rope_dim=32)),
             "512 + 32 latent channels are not 512 + 64",
         ),
-        (replace(LATENT_CASE, spec=replace(LATENT, heads=8)), "8 heads are no multiple of 16 up to 128"),
-        (replace(LATENT_CASE, spec=replace(LATENT, heads=144)), "144 heads are no multiple of 16 up to 128"),
-        (replace(LATENT_CASE, block_size=8), "scheduler.block_size = 8 is no power of two from 16"),
-        (replace(LATENT_CASE, kv_dtype=Dtype.FP8), "the KV cache is float8_e4m3fn, not bfloat16"),
         (replace(LATENT_CASE, capability=(8, 0)), "compute capability (8, 0) is not that of Hopper"),
         (replace(HOPPER, capability=None), "there is no GPU"),
         (replace(HOPPER, capability=(8, 0)), "compute capability (8, 0) is not that of Hopper"),
@@ -89,6 +87,33 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
 )
 def test_what_our_kernel_for_hopper_is_not_for_is_tritons(case: AttentionCase, problem: str) -> None:
     assert choose("auto", case).named == f"triton ({problem})"
+
+
+@pytest.mark.parametrize(
+    ("case", "problem"),
+    [
+        (replace(LATENT_CASE, spec=replace(LATENT, heads=8)), "8 heads are no multiple of 16 up to 128"),
+        (replace(LATENT_CASE, spec=replace(LATENT, heads=144)), "144 heads are no multiple of 16 up to 128"),
+        (replace(LATENT_CASE, block_size=8), "scheduler.block_size = 8 is no power of two from 16"),
+        (replace(LATENT_CASE, kv_dtype=Dtype.FP8), "the KV cache is float8_e4m3fn, not bfloat16"),
+    ],
+)
+def test_chunks_of_latents_have_our_kernel_alone(case: AttentionCase, problem: str) -> None:
+    chosen = choose("auto", case)
+    assert chosen.widens and chosen.named == f"triton ({problem}; {EXPANDED})"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(LATENT_CASE, spec=replace(LATENT, nope_dim=192)),
+        replace(LATENT_CASE, spec=replace(LATENT, v_dim=256)),
+        replace(LATENT_CASE, block_size=256),
+    ],
+)
+def test_single_latent_tokens_have_our_kernel_alone(case: AttentionCase) -> None:
+    chosen = choose("auto", case)
+    assert not chosen.widens and chosen.named == "hopper (chunks of prompts: triton)"
 
 
 def test_chunks_over_an_fp8_cache_have_our_kernel() -> None:
@@ -108,7 +133,7 @@ def test_chunks_over_an_fp8_cache_have_our_kernel() -> None:
         ("auto", replace(HOPPER, dtype=Dtype.FLOAT32)),
         ("auto", replace(HOPPER, block_size=4)),
         ("auto", replace(HOPPER, spec=replace(QWEN, window=128))),
-        ("auto", LATENT_CASE),
+        ("auto", replace(LATENT_CASE, spec=replace(LATENT, kv_lora=256))),
     ],
 )
 def test_chunks_over_an_fp8_cache_are_tritons(asked: str, case: AttentionCase) -> None:

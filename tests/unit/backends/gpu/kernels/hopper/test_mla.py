@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_server.backends.gpu import decoder, graphs
-from ep_server.backends.gpu.attention import attention
+from ep_server.backends.gpu.attention import decode_kernels
 from ep_server.backends.gpu.graphs import GraphKey, buckets_up_to
 from ep_server.backends.gpu.kernels.hopper.mla import (
     HopperMla,
@@ -145,8 +145,7 @@ def test_decoder_uses_it_for_single_tokens_and_triton_for_chunks(
     monkeypatch.setattr(graphs, "WARM_UPS", 1)  # interpreted kernels choose nothing in it
     monkeypatch.setattr(decoder, "hopper_mla", ByTriton)
     monkeypatch.setattr(decoder, "HopperMlaStep", SingleTokens)
-    monkeypatch.setattr(decoder, "HopperMla", ByTriton)
-    monkeypatch.setattr(attention, "attend", never)
+    monkeypatch.setattr(decode_kernels, "decode", never)
     model, prompts, keys = tiny("deepseek_v2-lite-yarn"), 2, (GraphKey(4), GraphKey(20))
     tokens, _ = staggered(gpu_runner(model.path, keys), model, prompts)
     assert tokens == {number: list(model.tokens[number][:3]) for number in range(prompts)}
