@@ -102,7 +102,7 @@ class Changes:
         """
         if self._making is not None:
             state = "was dropped but is not at its end" if self._making.dropped else "is in the making"
-            raise WrongState(f"change {self._making.number} {state}")
+            raise WrongState(f"change {self._making.number} {state}: try again in a moment")
         made = self._making = _Making(number, order, change)
         threading.Thread(target=made.run, name=f"change-{number}", daemon=True).start()
 
