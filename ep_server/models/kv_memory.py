@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 NAME_BYTES = 16  # as the scheduler's digests; zeros name nothing
-COMPUTED = "whose requests are computed again; scheduler.kv_fraction or kv_blocks can be lower"
+COMPUTED = "its requests are computed again; to keep it, lower scheduler.kv_fraction or kv_blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class KvMemory:
         self._keeps = keeps
         self._freeing = ThreadPoolExecutor(1, "free-kv")
         if layout is not None and not keeps:
-            log.warning("memory has no room for the KV cache of a lost rank, %s", COMPUTED)
+            log.warning("there is no memory to keep the KV cache of a lost rank: %s", COMPUTED)
         elif layout is not None:
             try:
                 self.fd = os.memfd_create("ep_server_kv", os.MFD_CLOEXEC)
@@ -93,7 +93,7 @@ class KvMemory:
             os.ftruncate(self.fd, (self._places + 1) * self.place_bytes)
         except OSError as error:  # a limit of file sizes, say, or of memory that is committed
             gib = self.place_bytes / 2**30
-            log.warning("rank %d gets no %.2f GiB of memory that outlives it for KV: %s", rank, gib, error)
+            log.warning("rank %d: no %.2f GiB for a KV cache that outlives it: %s", rank, gib, error)
             return None
         self._place_of[rank] = self._places
         self._places += 1
@@ -108,7 +108,7 @@ class KvMemory:
             self.lost.append(place)
             return
         if lost:
-            log.warning("memory has no room for the KV cache of lost rank %d, too, %s", rank, COMPUTED)
+            log.warning("there is no memory to keep the KV cache of lost rank %d: %s", rank, COMPUTED)
         self._freeing.submit(self._free, place)
 
     def forget_lost(self) -> bool:

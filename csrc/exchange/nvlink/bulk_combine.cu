@@ -60,7 +60,8 @@ struct Roles {
   }
 };
 
-// The chunks of one copying warp: first, first + step, ...
+// The chunks of one copying warp, one of each `step`: each time the next one, or a warp would serve the same
+// source for ever where the sources divide `step`.
 struct Share {
   uint32_t first, step, count;
 
@@ -70,8 +71,10 @@ struct Share {
     for (uint32_t s = 0; s < g.num_ranks; ++s)
       if (s != g.rank) most = max(most, begins.rows(s));
     const uint32_t chunks = (most + kChunkRows - 1) / kChunkRows * (g.num_ranks - 1);
-    if (first < chunks) count = (chunks - first + step - 1) / step;
+    count = chunks / step;
+    if (place(count) < chunks) ++count;
   }
+  __device__ __forceinline__ uint32_t place(uint32_t i) const { return i * step + (first + i) % step; }
 };
 
 // How many chunks each copying warp has written. In shared memory.
@@ -98,7 +101,7 @@ __device__ __forceinline__ void publish_chunks(const Device& g, const Begins& be
     if (!__any_sync(kFull, now != published)) continue;
     fence_system();
     for (; published < now; ++published) {
-      const Chunk c = chunk_of(g, begins, share.first + published * share.step);
+      const Chunk c = chunk_of(g, begins, share.place(published));
       if (c.count != 0) store_relaxed(g.regions[c.source] + g.bulk.chunk_at(g.rank, c.number), operation);
     }
   }
@@ -113,7 +116,7 @@ __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineAr
   const auto* x = static_cast<const std::byte*>(a.x);
 #pragma unroll 1
   for (uint32_t i = 0; i < share.count; ++i) {
-    const Chunk c = chunk_of(g, begins, share.first + i * share.step);
+    const Chunk c = chunk_of(g, begins, share.place(i));
     const BulkPeer peer = o.peers[c.source];
     const uint32_t tokens = peer.capacity / others, first = c.number * kChunkRows;
     const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);

@@ -27,7 +27,7 @@ from ep_server.backends.gpu.widening import (
 )
 from ep_server.models.families.spec import MlaSpec
 
-# Of a launch: 16 heads fill a GPU with about 1,000 tokens, and MOST_BYTES hold 64,500 positions of them.
+# Of a launch: 16 heads fill a GPU with about 1,000 tokens, and MOST_BYTES hold 64,512 positions of them.
 MOST_HEADS = 16
 # Assumed, not measured: FLOP per second on a full GPU of Triton's kernel over latents, and of products with
 # the up-projections.

@@ -152,7 +152,7 @@ class GpuRows:
     def _move(self, address: int, buffer: torch.Tensor, *, gather: bool) -> None:
         """Copies between a slot, which no tensor names, and the buffer, part by part of each row."""
         flat = buffer.view(-1, 1, self._part_bytes)
-        where = torch.tensor([address], dtype=torch.int64).to(self._device)
+        where = torch.full((1,), address, dtype=torch.int64, device=self._device)  # a copy would wait
         each = torch.arange(len(flat), device=self._device)
         (gather_blocks if gather else scatter_blocks)(where, each, flat)
 

@@ -43,6 +43,7 @@ def end(spec: ExchangeSpec, control: HostGroup, device: torch.device, group: obj
     try:
         await_idle(device, longest_wait(spec), group)
     except InternalError as error:
+        control.abort()  # the group keeps this rank's heartbeat: the others would take it for alive
         why = str(error)  # a record with the error itself would keep the group, too
         log.error("rank %d: the exchange is closed, but its memory stays in use: %s", spec.rank, why)
     finally:

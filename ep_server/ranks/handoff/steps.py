@@ -1,4 +1,4 @@
-"""The steps of a rank, as threads see them that read the rows which steps compute. Units: seconds."""
+"""What threads that read KV rows may know about the steps of their rank. Units: seconds."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_memory_has_room_for_one_lost_rank_at_a_time(caplog: pytest.LogCaptureFi
         memory.leave(0, lost=True)
         memory.leave(1, lost=True)
         assert memory.lost == [0]
-        assert caplog.text.count("no room for the KV cache of lost rank 1") == 1
+        assert caplog.text.count("no memory to keep the KV cache of lost rank 1") == 1
         memory.forget_lost()
         memory.leave(2, lost=True)
         assert memory.lost == [2]
@@ -72,7 +72,7 @@ def test_a_limit_is_reached_later(caplog: pytest.LogCaptureFixture) -> None:
             assert memory.take(1) is None
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert "rank 1 gets no 0.00 GiB of memory that outlives it for KV: [Errno 27]" in caplog.text
+        assert "rank 1: no 0.00 GiB for a KV cache that outlives it: [Errno 27]" in caplog.text
         memory.leave(0, lost=True)
         assert memory.lost == [0]
         assert memory.take(0) == 1

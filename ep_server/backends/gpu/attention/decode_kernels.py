@@ -27,7 +27,7 @@ class DecodeKernels(Protocol):
     """Kernels that enqueue a step without reading anything on the host, so a graph may capture it."""
 
     def over(self, sequences: Sequences) -> DecodeLayer:
-        """Prepares once what all layers of a step share. Results of rows of length 0 are never read."""
+        """Prepares once what all layers of a step share. Results of rows of length 0 are finite."""
         ...
 
 

@@ -142,6 +142,11 @@ def clock_ahead(path: Path, ns: int) -> None:
     ctypes.CDLL(str(path)).emulated_clock_ahead(ctypes.c_uint64(ns))
 
 
+def multiprocessors(path: Path, count: int) -> None:
+    """From now on the GPU of this process has so many: a kernel's blocks are at most as many."""
+    ctypes.CDLL(str(path)).emulated_multiprocessors(count)
+
+
 def patch_exchange() -> None:
     """Its tensors are on the CPU."""
     from ep_server.exchange.nvlink import exchange as cuda_exchange

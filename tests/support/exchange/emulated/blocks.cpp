@@ -160,6 +160,7 @@ Pool& pool() {
 namespace emulated {
 
 uint64_t clock_ahead_ns = 0;
+int multiprocessors = 2;
 
 void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel) {
   std::mutex mutex;
@@ -204,6 +205,11 @@ extern "C" __attribute__((visibility("default"))) void emulated_late_blocks(uint
 // From now on the GPU's clock is so far ahead of the host's.
 extern "C" __attribute__((visibility("default"))) void emulated_clock_ahead(uint64_t ns) {
   emulated::clock_ahead_ns = ns;
+}
+
+// A group made from now on finds a GPU of so many.
+extern "C" __attribute__((visibility("default"))) void emulated_multiprocessors(int count) {
+  emulated::multiprocessors = count;
 }
 
 bool __syncthreads_or(bool mine) { return block.meet(block.all, blockDim.x, mine) != 0; }

@@ -42,6 +42,7 @@ void leave_warp();                         // all have read that
 uint32_t* dynamic_shared();
 constexpr int kSharedBytes = 192 * 1024;
 extern uint64_t clock_ahead_ns;  // of the GPU, to the host
+extern int multiprocessors;
 
 template <class T, class F>
 auto collect(T mine, F&& result) {

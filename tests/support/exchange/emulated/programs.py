@@ -28,6 +28,12 @@ def with_late_blocks(group: dist.ProcessGroup, path: Path, microseconds: int, na
     return on_emulation(group, path, name, *args)
 
 
+def with_multiprocessors(group: dist.ProcessGroup, path: Path, count: int, name: str, *args: Any) -> Any:
+    """The same on a GPU of so many."""
+    emulated.multiprocessors(path, count)
+    return on_emulation(group, path, name, *args)
+
+
 def with_clocks_apart(group: dist.ProcessGroup, path: Path, ns: int, name: str, *args: Any) -> Any:
     """The same where the clock of each rank's GPU is so far ahead of that of the rank before."""
     emulated.clock_ahead(path, group.rank() * ns)

@@ -32,7 +32,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount            ? 2
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? emulated::multiprocessors
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::kSharedBytes
                                                                   : 9;
   return cudaSuccess;

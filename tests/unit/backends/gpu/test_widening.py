@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ep_server.backends.gpu import widening
 from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors
 from ep_server.backends.gpu.widening import (
     COPY_BYTES,
@@ -150,3 +151,12 @@ def test_steps_without_a_copy() -> None:
     assert not StepInput(SHAPE, DEVICE).fill(batch_of((0, 9, [1, 2, 3])), {}, widen=True).widened
     everything = replace(SMALL, num_sms=10**9)  # Triton's kernel fills a billionth of it
     assert StepInput(SHAPE, DEVICE, widening=everything).fill(batch_of((0, 9, [1, 2, 3])), {}).widened
+
+
+def test_runs_with_the_same_number_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only their first blocks count in it here, which they share."""
+    monkeypatch.setattr(widening, "MIX", np.int64(0))
+    tables = np.array([[5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 7, 8]])
+    blocks, places = distinct_blocks(tables, np.full(3, 4), together=2)
+    assert blocks.reshape(-1, 2)[places].reshape(3, 4).tolist() == tables.tolist()
+    assert len(blocks) == 2 * 3

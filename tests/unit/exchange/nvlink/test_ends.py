@@ -100,6 +100,16 @@ def test_an_exchange_closes_beside_a_gpu_that_hangs(
     assert group() is None
 
 
+def test_the_others_do_not_wait_for_a_rank_that_closed(
+    control: HostGroup, hung: Hung, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group, which a hanging GPU keeps, keeps its heartbeat."""
+    aborted: list[str] = []
+    monkeypatch.setattr(HostGroup, "abort", lambda _: aborted.append("aborted"))
+    few(control)[0].close()
+    assert aborted
+
+
 def test_synchronize_does_not_wait_forever(control: HostGroup, hung: Hung) -> None:
     with pytest.raises(InternalError, match="cuda:1 has not ended its work"):
         few(control)[0].synchronize()
