@@ -22,12 +22,12 @@ import torch
 from gpu_timing import BF16, arguments, captured, time_us
 
 from ep_server.backends.gpu.attention.expanded import ExpandedPrefill
+from ep_server.backends.gpu.chunk_copies import CopiedBlocksInput
 from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperLatentPrefill, prefill_scratch
 from ep_server.backends.gpu.kernels.triton.expand import TILE, ExpandedKv, expand_blocks
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
-from ep_server.backends.gpu.widening import WideningInput
 from ep_server.models.families.spec import MlaSpec
 from ep_server.models.kv_cache import KvLayer
 
@@ -67,8 +67,8 @@ class Case:
         self.fits = self.rule.blocks == self.tiles
         if not self.fits:
             return
-        given = WideningInput(self.rule, chunks, held, device, 1)
-        given.fill(tables.cpu().numpy(), self.counts, self.contexts, 0, widen=True)
+        given = CopiedBlocksInput(self.rule, chunks, held, device, 1)
+        given.fill(tables.cpu().numpy(), self.counts, self.contexts, 0, copy=True)
         self.plan, scratch = given.view(chunks), prefill_scratch(device)
         self.whole = ExpandedPrefill(self.rule, BF16, device, scratch)
         positions = self.tiles * TILE

@@ -25,11 +25,12 @@ from gpu_step import SHAPES, built, profiled, shortened
 from gpu_timing import BF16, arguments, median_us, numbers
 
 from ep_server.backends.gpu.attention.widened import WidenedPrefill
+from ep_server.backends.gpu.chunk_copies import CopiedBlocksInput
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill, prefill_scratch
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
 from ep_server.backends.gpu.kernels.triton.widen import widen_blocks
-from ep_server.backends.gpu.widening import Widening, WideningInput
+from ep_server.backends.gpu.widening import Widening
 from ep_server.models.families import read_spec
 from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.kv_cache import KvLayer
@@ -99,9 +100,9 @@ def attention(spec: GqaSpec, tokens: int, past: int, chunks: int) -> None:
     if rule.blocks < chunks * held:
         print(f"{chunks} x {tokens} behind {past}: no room for a copy", flush=True)
         return
-    given = WideningInput(rule, chunks, held, device, 1)
+    given = CopiedBlocksInput(rule, chunks, held, device, 1)
     counts, contexts = np.full(chunks, tokens), np.full(chunks, context)
-    given.fill(tables.cpu().numpy(), counts, contexts, 0, widen=True)
+    given.fill(tables.cpu().numpy(), counts, contexts, 0, copy=True)
     hopper, wide = HopperPrefill(values, spec, scratch), WidenedPrefill(spec, rule, device, scratch)
     plan, triton = given.view(chunks), AttentionRule(spec.scale)
     copy = KvLayer(*(torch.empty(shape, dtype=BF16, device=device) for _ in "kv"), spec.head_dim)

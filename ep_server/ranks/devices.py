@@ -158,7 +158,7 @@ class CudaDevice:
             timed_every=self._config.metrics.device_phases,
             layer_progress=self._config.handoff.sends,
             step_bytes=0 if exchange.normal is None or beside is None else beside.step,
-            widens=chosen.widens,
+            copies=chosen.copies,
         )
         blocks = kv_blocks_on(self.device, model, plan)
         of_steps = rows_of(exchange)

@@ -10,6 +10,7 @@ from ep_server.backends.assembly import TORCH, RankModel
 from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
 from ep_server.backends.gpu.capability import sm_count
+from ep_server.backends.gpu.chunk_copies import CopyRule
 from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.graphs import GraphKey, captured_keys
 from ep_server.backends.gpu.kernels.triton.expand import TILE
@@ -18,7 +19,7 @@ from ep_server.backends.gpu.memory import Room
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
-from ep_server.backends.gpu.widening import CopyRule, Widening
+from ep_server.backends.gpu.widening import Widening
 from ep_server.backends.masks import Masks
 from ep_server.exchange.api import Exchange
 from ep_server.models.decoder import DecoderParams
@@ -34,7 +35,7 @@ class GpuPlan:
     timed_every: of so many steps the phases of one are timed on the device; 0 = none.
     layer_progress: the cache tells which layers a prompt's step has written.
     step_bytes: that a step needs for its exchange, beside what that holds.
-    widens: see Chosen.
+    copies: see Chosen.
     """
 
     kv_blocks: int
@@ -47,23 +48,23 @@ class GpuPlan:
     timed_every: int = 0
     layer_progress: bool = False
     step_bytes: int = 0
-    widens: bool = False
+    copies: bool = False
 
 
 def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
     """KV blocks of this rank. Raises: StartupError with the numbers if they do not fit."""
     if device.type != "cuda":
         return plan.kv_blocks or plan.useful_blocks
-    block, widening = model.kv_block_bytes(plan.block_size), widening_of(model, plan)
+    block, rule = model.kv_block_bytes(plan.block_size), copy_rule_of(model, plan)
     asked, weights = (plan.kv_blocks, plan.useful_blocks), model.weights.nbytes
-    copies = 0 if widening is None else widening.nbytes
+    copies = 0 if rule is None else rule.nbytes
     return Room.on(device).kv_blocks(block, *asked, weights, plan.step_bytes, copies)
 
 
-def widening_of(model: RankModel, plan: GpuPlan) -> CopyRule | None:
+def copy_rule_of(model: RankModel, plan: GpuPlan) -> CopyRule | None:
     """Room for the longest context and a whole step of other prompts; None if no step attends to a copy."""
     spec, sms = model.spec.attention, sm_count(model.compute.device)
-    if not plan.widens:
+    if not plan.copies:
         return None
     most = (plan.kv_blocks or plan.useful_blocks) * plan.block_size
     size = plan.block_size if isinstance(spec, GqaSpec) else TILE
@@ -115,7 +116,7 @@ def gpu_runner(
     if plan.graphs:
         timed = plan.timed_every > 0
         most = plan.max_step_tokens
-        keys = captured_keys(sequences, most, plan.overlap, timed=timed, widens=plan.widens)
-    widening = widening_of(model, plan)
-    options = GpuOptions(shape, rows, tuple(keys), plan.timed_every, kernels, widening)
+        keys = captured_keys(sequences, most, plan.overlap, timed=timed, copies=plan.copies)
+    rule = copy_rule_of(model, plan)
+    options = GpuOptions(shape, rows, tuple(keys), plan.timed_every, kernels, rule)
     return GpuRunner(params, options, masks)

@@ -16,6 +16,7 @@ from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, Trito
 from ep_server.backends.gpu.attention.expanded import ExpandedPrefill
 from ep_server.backends.gpu.attention.widened import WidenedPrefill
 from ep_server.backends.gpu.capability import sm_count
+from ep_server.backends.gpu.chunk_copies import CopyRule
 from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.kernels.hopper.attention import (
     HopperAttentionStep,
@@ -52,7 +53,7 @@ from ep_server.backends.gpu.moe.moe import (
 from ep_server.backends.gpu.moe.rows import DeferredCombine, Rows
 from ep_server.backends.gpu.side_stream import SideStream
 from ep_server.backends.gpu.step_input import StepTensors
-from ep_server.backends.gpu.widening import CopyRule, Widening
+from ep_server.backends.gpu.widening import Widening
 from ep_server.backends.torch_compute import TorchLinear
 from ep_server.models.attention import rotation_table
 from ep_server.models.decoder import DecoderParams, Forward
@@ -87,14 +88,14 @@ class GpuDecoder:
     Args:
         params: weights prepared by TorchCompute on the device.
         kernels: of attention with one token per sequence; Triton's if None.
-        widening: of steps whose chunks attend to a copy: a Widening or an Expansion; None = there are none.
+        copies: of steps whose chunks attend to a copy: a Widening or an Expansion; None = there are none.
     """
 
     def __init__(
         self,
         params: DecoderParams,
         kernels: DecodeKernels | None = None,
-        widening: CopyRule | None = None,
+        copies: CopyRule | None = None,
     ) -> None:
         self._spec, self._weights = params.spec, params.weights
         device = params.compute.device
@@ -107,16 +108,16 @@ class GpuDecoder:
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
-        ours = isinstance(attention, GqaSpec) or widening is not None
+        ours = isinstance(attention, GqaSpec) or copies is not None
         self._scratch = prefill_scratch(device) if ours else None
         self._widened: WidenedPrefill | None = None
         self._expanded: ExpandedPrefill | None = None
-        if isinstance(widening, Expansion):
+        if isinstance(copies, Expansion):
             dtype = params.weights.embedding.dtype
-            self._expanded = ExpandedPrefill(widening, dtype, device, self._scratch)
-        elif widening is not None:
-            assert isinstance(widening, Widening) and isinstance(attention, GqaSpec)
-            self._widened = WidenedPrefill(attention, widening, device, self._scratch)
+            self._expanded = ExpandedPrefill(copies, dtype, device, self._scratch)
+        elif copies is not None:
+            assert isinstance(copies, Widening) and isinstance(attention, GqaSpec)
+            self._widened = WidenedPrefill(attention, copies, device, self._scratch)
         self._by = [self._layer_kernels(index) for index in range(params.spec.num_layers)]
 
     def forward(self, step: StepTensors, on: Pass, scorer: PromptScorer | None = None) -> Forward:

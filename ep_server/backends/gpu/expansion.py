@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ep_server.backends.gpu.kernels.triton.expand import TILE
-from ep_server.backends.gpu.widening import (
+from ep_server.backends.gpu.chunk_copies import (
     HOPPER_FLOPS,
     HOPPER_PARTS,
     HOPPER_ROWS,
@@ -25,6 +24,7 @@ from ep_server.backends.gpu.widening import (
     MOST_BYTES,
     tiles_seconds,
 )
+from ep_server.backends.gpu.kernels.triton.expand import TILE
 from ep_server.models.families.spec import MlaSpec
 
 # Of a launch: 16 heads fill a GPU with about 1,000 tokens, and MOST_BYTES hold 64,512 positions of them.

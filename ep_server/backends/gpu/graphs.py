@@ -22,14 +22,14 @@ class GraphKey(NamedTuple):
     """bucket: rows that a step is padded to; if more than the sequences at once, it includes prompt chunks.
 
     timed: whether there are stamps between its phases. normal: with the exchange of many rows.
-    widened: chunks attend to a copy of the cache, see widening.py.
+    copied: chunks attend to a copy of the cache, see chunk_copies.py.
     """
 
     bucket: int
     micro_batches: int = 1
     timed: bool = False
     normal: bool = False
-    widened: bool = False
+    copied: bool = False
 
     def has_prompts(self, sequences: int) -> bool:
         """Whether it may run prompts, in one piece. sequences: at once."""
@@ -92,10 +92,10 @@ class Graphs:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._keys
 
-    def widened(self, key: GraphKey, widened: bool) -> GraphKey:
-        """The key of a step, whose chunks have a widened copy or none. A step with one can run without it."""
-        with_copy = key._replace(widened=True)
-        return with_copy if widened and with_copy in self._keys else key
+    def with_copy(self, key: GraphKey, copied: bool) -> GraphKey:
+        """The key of a step, whose chunks have a copy or none. A step with one can run without it."""
+        other = key._replace(copied=True)
+        return other if copied and other in self._keys else key
 
     def capture(self, progress: Callable[[int, int], None] = unseen) -> None:
         """Records every key, the largest first, so that the smaller ones fit into its memory. Collective.
@@ -151,18 +151,18 @@ def buckets_with_chunks(sequences: int, most: int) -> list[int]:
 
 
 def captured_keys(
-    sequences: int, most: int, overlap: str, *, timed: bool = False, widens: bool = False
+    sequences: int, most: int, overlap: str, *, timed: bool = False, copies: bool = False
 ) -> list[GraphKey]:
     """Keys of all captured steps. sequences, most: rows of the largest step of single tokens, and of any.
 
     If all steps are two micro-batches, those with prompt chunks run without a graph.
-    widens: whether steps with prompt chunks have keys with a widened copy too.
+    copies: whether steps with prompt chunks have keys with a copy too.
     """
     singles = keys_of_buckets(buckets_up_to(sequences), overlap, timed=timed)
     if overlap == "on":
         return singles
-    ways = (False, True) if widens else (False,)
-    return singles + [GraphKey(b, widened=way) for b in buckets_with_chunks(sequences, most) for way in ways]
+    ways = (False, True) if copies else (False,)
+    return singles + [GraphKey(b, copied=way) for b in buckets_with_chunks(sequences, most) for way in ways]
 
 
 def keys_of_buckets(buckets: Iterable[int], overlap: str, *, timed: bool = False) -> list[GraphKey]:

@@ -46,7 +46,7 @@ class Room:
         Args:
             block: bytes of one. asked: configured number; 0 = as many as fit, at most `useful`.
             weights: bytes that are on the GPU already. step: bytes that steps need beside the rest.
-            copies: of them for copies of blocks, see widening.py, beside `step`.
+            copies: of them for copies of blocks, see chunk_copies.py, beside `step`.
         Raises: StartupError with the numbers if these, or a single one, do not fit.
         """
         room = max(0, self.free - step - copies)

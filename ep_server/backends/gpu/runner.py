@@ -19,6 +19,7 @@ import torch
 
 from ep_server.backends.cpu.runner import RunnerStatistics
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
+from ep_server.backends.gpu.chunk_copies import CopyRule
 from ep_server.backends.gpu.clock import DeviceClock
 from ep_server.backends.gpu.decoder import GpuDecoder, Pass
 from ep_server.backends.gpu.graphs import GraphKey, Graphs, Modes, buckets_up_to, few, sizes_of, unseen
@@ -37,7 +38,6 @@ from ep_server.backends.gpu.step_input import (
     sampled_slices,
 )
 from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
-from ep_server.backends.gpu.widening import CopyRule
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.errors import InternalError
 from ep_server.models.batch import cut
@@ -99,7 +99,7 @@ class GpuOptions:
     """shape: of the largest step. keys: of captured steps, if any.
 
     rows: how they are sent. timed_every: see DeviceClock; only steps of timed keys, if there are keys.
-    kernels: of attention with one token per sequence; Triton's if None. widening: see GpuDecoder.
+    kernels: of attention with one token per sequence; Triton's if None. copies: see GpuDecoder.
     """
 
     shape: InputShape
@@ -107,7 +107,7 @@ class GpuOptions:
     keys: tuple[GraphKey, ...] = ()
     timed_every: int = 0
     kernels: DecodeKernels | None = None
-    widening: CopyRule | None = None
+    copies: CopyRule | None = None
 
 
 class GpuRunner:
@@ -121,11 +121,11 @@ class GpuRunner:
         self._params, self._rows, shape = params, options.rows, options.shape
         self._masks = NoMasks() if masks is None else masks
         self._compilations = Compilations()
-        self._decoder = GpuDecoder(params, options.kernels, options.widening)
+        self._decoder = GpuDecoder(params, options.kernels, options.copies)
         self._device = params.compute.device
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
         self._counted = Snapshot((self._decoder.experts.total, self._decoder.experts.active))
-        given = shape, self._device, STAGES, options.widening
+        given = shape, self._device, STAGES, options.copies
         self._inputs = [StepInput(*given) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
         self._sampler.warm_up()
@@ -166,9 +166,10 @@ class GpuRunner:
         """Compiles all kernels that steps of other sizes need, then captures the graphs. Collective.
 
         Kernels differ with the number of rows. So prompts of 1, 2, 4 ... rows in all run into the first KV
-        blocks, which are not in use yet; those of 2 are widened. Each bucket without a graph of a micro-batch
-        runs too, because so many single tokens may accompany prompts. Ranks with fewer KV blocks run shorter
-        prompts, but as often. possible: see Modes. Raises: InternalError if the device does not finish one.
+        blocks, which are not in use yet; those of 2 attend to a copy. Each bucket without a graph of a
+        micro-batch runs too, because so many single tokens may accompany prompts. Ranks with fewer KV blocks
+        run shorter prompts, but as often. possible: see Modes.
+        Raises: InternalError if the device does not finish one.
         """
         shape = self._inputs[0].shape
         self.graphs.record_modes(possible)
@@ -176,7 +177,7 @@ class GpuRunner:
             blocks = len(self._params.kv_cache.layers[0].k)
             batch = prompts_of(size, shape, blocks, self._params.max_context)
             for normal in {*possible(size), *possible(size // 2 + 1)}:
-                self._forward([self._inputs[0].fill(batch, {}, widen=size == 2)], GraphKey(0, normal=normal))
+                self._forward([self._inputs[0].fill(batch, {}, copy=size == 2)], GraphKey(0, normal=normal))
                 # It may wait for slower ranks, so its input must still be there.
                 self._await(f"prompts of {batch.num_tokens} rows")
         for given in self._inputs:  # nothing of what was run so far
@@ -226,7 +227,7 @@ class GpuRunner:
             given.fill(part, self._places, size if bucket else 0)
             for given, part, size in zip(self._inputs, parts, sizes, strict=False)
         ]
-        key = self.graphs.widened(self._key(bucket, micro_batches, normal), steps[0].widened)
+        key = self.graphs.with_copy(self._key(bucket, micro_batches, normal), steps[0].copied)
         self._params.kv_cache.progress.begin(micro_batches)
         scorers = [None if bucket else PromptScorer.of(ordered(part)) for part in parts]
         logits = self.graphs.replay(key)[: len(pieces)] if bucket else self._forward(steps, key, scorers)
@@ -348,7 +349,7 @@ class GpuRunner:
     def _padded(self, key: GraphKey) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""
         sizes = sizes_of(key.bucket, key.micro_batches)
-        steps = [each.padded(n, widened=key.widened) for each, n in zip(self._inputs, sizes, strict=False)]
+        steps = [each.padded(n, copied=key.copied) for each, n in zip(self._inputs, sizes, strict=False)]
         return self._forward(steps, key)
 
     def _forward(

@@ -16,8 +16,8 @@ from itertools import chain
 import numpy as np
 import torch
 
+from ep_server.backends.gpu.chunk_copies import CopiedBlocks, CopiedBlocksInput, CopyRule
 from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
-from ep_server.backends.gpu.widening import CopyRule, WidenedBlocks, WideningInput
 from ep_server.errors import InternalError
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
@@ -64,13 +64,13 @@ class Chunks:
 
     query_start: [S + 1] where the rows of each sequence of the step begin; a single token has none.
     slots: [T] as for the whole step, but -1 for single tokens too.
-    padded: whether rows may belong to no sequence. widened: the copy of the cache to attend to, if any.
+    padded: whether rows may belong to no sequence. copied: the copy of the cache to attend to, if any.
     """
 
     query_start: torch.Tensor
     slots: torch.Tensor
     padded: bool
-    widened: WidenedBlocks | None = None
+    copied: CopiedBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +104,20 @@ class StepTensors:
         return len(self.ids)
 
     @property
-    def widened(self) -> bool:
+    def copied(self) -> bool:
         """Whether chunks attend to a copy of the cache."""
-        return self.chunks is not None and self.chunks.widened is not None
+        return self.chunks is not None and self.chunks.copied is not None
 
 
 class StepInput:
     """The memory of the steps of one rank. One thread fills it; a fill is ordered by the current stream."""
 
     def __init__(
-        self, shape: InputShape, device: torch.device, staging: int = 3, widening: CopyRule | None = None
+        self, shape: InputShape, device: torch.device, staging: int = 3, copies: CopyRule | None = None
     ) -> None:
         """staging: host buffers used in turn; a buffer is written again only `staging` fills later.
 
-        widening: when chunks attend to a copy; None = never.
+        copies: when chunks attend to a copy; None = never.
         """
         self.shape, self.device = shape, device
         self._host = [self.host_buffer(shape.words, torch.int32) for _ in range(staging)]
@@ -126,38 +126,38 @@ class StepInput:
         padding = torch.from_numpy(np.repeat(_PADDING, pitch, axis=1))
         self._columns = padding.to(device, copy=True)  # a step of padding alone
         self._blocks = torch.zeros(shape.sequences, shape.blocks, dtype=torch.int32, device=device)
-        self._widening: WideningInput | None = None
-        if widening is not None:
-            self._widening = WideningInput(widening, shape.sequences, shape.blocks, device, staging)
+        self._copies: CopiedBlocksInput | None = None
+        if copies is not None:
+            self._copies = CopiedBlocksInput(copies, shape.sequences, shape.blocks, device, staging)
         self._fills = 0
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """[size] on the host, which can be copied without waiting."""
         return torch.zeros(size, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-    def padded(self, rows: int, *, widened: bool = False) -> StepTensors:
+    def padded(self, rows: int, *, copied: bool = False) -> StepTensors:
         """A view of so many rows on the step filled last, or on later ones.
 
         Up to `shape.sequences` rows are single tokens, and all are sampled. With more rows, some may belong
         to chunks, and `shape.sequences` rows are sampled. Rows beyond those of the step and its padding are
-        left over from earlier steps. widened: chunks attend to a copy.
+        left over from earlier steps. copied: chunks attend to a copy.
         """
         sequences = min(rows, self.shape.sequences)
         mixed = rows > sequences
         sampled = sequences if mixed else None
         return self._view(
-            rows, sequences, sequences, sampled, chunks=mixed, padded=True, widened=mixed and widened
+            rows, sequences, sequences, sampled, chunks=mixed, padded=True, copied=mixed and copied
         )
 
     def fill(
-        self, batch: StepBatch, drawn: Mapping[int, int], padded: int = 0, *, widen: bool | None = None
+        self, batch: StepBatch, drawn: Mapping[int, int], padded: int = 0, *, copy: bool | None = None
     ) -> StepTensors:
         """Sends a step to the device.
 
         Args:
             drawn: place of each request's token among the tokens drawn by the last step.
             padded: rows, see padded(); 0 = no padding.
-            widen: see WideningInput.fill().
+            copy: see CopiedBlocksInput.fill().
         Raises: InternalError for a step beyond the shape, or a token that was not drawn.
         """
         slices = ordered(batch)
@@ -174,14 +174,14 @@ class StepInput:
         sampled = _write(columns, slices, spans, _slots(tables, spans, self.shape.block_size), drawn)
         self._send(host, tokens + 1, tables)
         first = spans.singles
-        widened = self._widening is not None and self._widening.fill(
-            tables[first:], spans.sizes[first:], spans.ends[first:], first, widen
+        copied = self._copies is not None and self._copies.fill(
+            tables[first:], spans.sizes[first:], spans.ends[first:], first, copy
         )
         if padded:
-            return self.padded(padded, widened=widened)
+            return self.padded(padded, copied=copied)
         rows = None if sampled == tokens else sampled
         chunks = first < sequences
-        return self._view(tokens, sequences, first, rows, chunks=chunks, padded=False, widened=widened)
+        return self._view(tokens, sequences, first, rows, chunks=chunks, padded=False, copied=copied)
 
     def _fits(self, batch: StepBatch, singles: int, rows: int) -> bool:
         """Whether a step may be padded to so many rows, see padded()."""
@@ -207,10 +207,10 @@ class StepInput:
         *,
         chunks: bool,
         padded: bool,
-        widened: bool,
+        copied: bool,
     ) -> StepTensors:
         columns = self._columns
-        copy = self._widening.view(sequences) if self._widening is not None and widened else None
+        copy = self._copies.view(sequences) if self._copies is not None and copied else None
         starts, slots = columns[5, : sequences + 1], columns[11, :tokens]
         return StepTensors(
             ids=columns[0, :tokens],

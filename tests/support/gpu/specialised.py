@@ -25,6 +25,7 @@ from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu import capability
 from ep_server.backends.gpu.attention import expanded, widened
 from ep_server.backends.gpu.attention.decode_kernels import triton_decode
+from ep_server.backends.gpu.chunk_copies import CopyRule
 from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.graphs import captured_keys
 from ep_server.backends.gpu.kernels.hopper import attention as hopper_attention
@@ -32,7 +33,7 @@ from ep_server.backends.gpu.kernels.triton.expand import TILE
 from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
-from ep_server.backends.gpu.widening import CopyRule, Widening
+from ep_server.backends.gpu.widening import Widening
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.models.decoder import DecoderParams
@@ -65,7 +66,7 @@ MLA = {
 class Rank:
     """What a rank is like. ranks: of its group. sequences, tokens: of its largest step. blocks: of KV.
 
-    hopper: single tokens have a kernel of their own, as on Hopper. widens: chunks do, over a copy of the
+    hopper: single tokens have a kernel of their own, as on Hopper. copies: chunks do, over a copy of the
     cache: of FP8 codes, or of latents in bfloat16.
     """
 
@@ -77,7 +78,7 @@ class Rank:
     graphs: bool = True
     blocks: int = BLOCKS
     hopper: bool = False
-    widens: bool = False
+    copies: bool = False
 
 
 @contextmanager
@@ -201,19 +202,19 @@ def still_runner(folder: Path, rank: Rank) -> GpuRunner:
     spec = ExchangeSpec(0, rank.ranks, placement, rank.tokens, model.spec.hidden, top_k, Payload.BF16)
     exchange: Any = StillExchange(spec)
     attention = model.spec.attention
-    codes = rank.widens and isinstance(attention, GqaSpec)
+    codes = rank.copies and isinstance(attention, GqaSpec)
     held = torch.float8_e4m3fn if codes else torch.bfloat16
     cache = KvCache(model.spec, rank.blocks, BLOCK, held, CPU)
     decoder = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     rows = LocalRows() if rank.ranks == 1 else FusedRows(exchange)
     sizes = rank.sequences, rank.tokens, rank.overlap
-    forms = captured_keys(*sizes, widens=rank.widens) if rank.graphs else []
+    forms = captured_keys(*sizes, copies=rank.copies) if rank.graphs else []
     shape = InputShape(rank.tokens, rank.sequences, model.max_context // BLOCK, BLOCK)
     kernels = triton_decode(model.spec.attention, model.max_context, MULTIPROCESSORS)
-    widening: CopyRule | None = None
-    if rank.widens and isinstance(attention, GqaSpec):
-        widening = Widening.of(attention, BLOCK, rank.blocks, MULTIPROCESSORS)
-    elif rank.widens and isinstance(attention, MlaSpec):
-        widening = Expansion.of(attention, BLOCK, rank.blocks * BLOCK // TILE, MULTIPROCESSORS)
-    options = GpuOptions(shape, RowsOfSteps(rows, rows), tuple(forms), kernels=kernels, widening=widening)
+    copies: CopyRule | None = None
+    if rank.copies and isinstance(attention, GqaSpec):
+        copies = Widening.of(attention, BLOCK, rank.blocks, MULTIPROCESSORS)
+    elif rank.copies and isinstance(attention, MlaSpec):
+        copies = Expansion.of(attention, BLOCK, rank.blocks * BLOCK // TILE, MULTIPROCESSORS)
+    options = GpuOptions(shape, RowsOfSteps(rows, rows), tuple(forms), kernels=kernels, copies=copies)
     return GpuRunner(decoder, options)

@@ -141,7 +141,7 @@ def mla(
     k_up, v_up = w.k_up, w.v_up
     assert isinstance(k_up, TorchHeadLinear) and isinstance(v_up, TorchHeadLinear)
     up, chunks, rule = (k_up.weight, v_up.weight), at.step.chunks, AttentionRule(spec.scale)
-    if by.expanded is not None and chunks is not None and chunks.widened is not None:
+    if by.expanded is not None and chunks is not None and chunks.copied is not None:
         store_mla(given, q_rope, kv, at.rotation)
         out = answers(x, spec.heads, spec.v_dim, at.step)
         singles = len(at.step.singles)
@@ -151,7 +151,7 @@ def mla(
             latents = x.new_empty(singles, spec.heads, spec.kv_lora)
             _attend_singles(query, kv, rule, by.singles, at, latents)
             torch.bmm(latents.transpose(0, 1), up[1], out=out[:singles].transpose(0, 1))
-        by.expanded.run(q, chunks.query_start, kv, up, chunks.widened, at.step.lengths, out)
+        by.expanded.run(q, chunks.query_start, kv, up, chunks.copied, at.step.lengths, out)
     else:
         query = _absorbed(q, up[0])
         store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
@@ -226,7 +226,7 @@ def attend_chunks(
     sequences = Sequences(step.blocks, step.lengths)
     if by is not None and by.prefill is not None:
         by.prefill.run(q, chunks.query_start, sequences, out)
-    elif by is not None and by.widened is not None and chunks.widened is not None:
-        by.widened.run(q, chunks.query_start, kv, chunks.widened, step.lengths, out)
+    elif by is not None and by.widened is not None and chunks.copied is not None:
+        by.widened.run(q, chunks.query_start, kv, chunks.copied, step.lengths, out)
     else:
         prefill(q, chunks.query_start, kv, sequences, rule, out)

@@ -65,11 +65,11 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """named: for the log, with the reason. widens: chunks may attend to a copy of the cache."""
+    """named: for the log, with the reason. copies: chunks may attend to a copy of the cache."""
 
     kernels: DecodeKernels
     named: str
-    widens: bool = False
+    copies: bool = False
 
 
 def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) -> Chosen:
@@ -82,15 +82,15 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
     if asked != "flashinfer":
         reason = hopper_obstacle(case) if asked == "auto" else "as asked"
         kernels = triton_decode(case.spec, case.longest, case.num_sms, hopper=not reason)
-        widens = asked == "auto" and not copy_obstacle(case)
+        copies = asked == "auto" and not copy_obstacle(case)
         chunks = ""
         if isinstance(case.spec, MlaSpec):
-            chunks = f"chunks of prompts: {'hopper, on expanded latents' if widens else 'triton'}"
-        elif widens:
+            chunks = f"chunks of prompts: {'hopper, on expanded latents' if copies else 'triton'}"
+        elif copies:
             chunks = "chunks of prompts: hopper, on a bfloat16 copy"
         name = "triton" if reason else "hopper"
-        detail = "; ".join(text for text in (reason, chunks if widens or not reason else "") if text)
-        return Chosen(kernels, f"{name} ({detail})" if detail else name, widens)
+        detail = "; ".join(text for text in (reason, chunks if copies or not reason else "") if text)
+        return Chosen(kernels, f"{name} ({detail})" if detail else name, copies)
     problem = why_not_flashinfer(case)
     if problem:
         raise _refused(problem)

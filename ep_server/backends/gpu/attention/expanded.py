@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ep_server.backends.gpu.chunk_copies import CopiedBlocks
 from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperLatentPrefill
 from ep_server.backends.gpu.kernels.triton.expand import TILE, ExpandedKv, expand_blocks
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv, Sequences
-from ep_server.backends.gpu.widening import WidenedBlocks
 
 
 class ExpandedPrefill:
@@ -37,7 +37,7 @@ class ExpandedPrefill:
         query_start: torch.Tensor,
         kv: PagedKv,
         up: tuple[torch.Tensor, torch.Tensor],
-        copy: WidenedBlocks,
+        copy: CopiedBlocks,
         lengths: torch.Tensor,
         out: torch.Tensor,
     ) -> None:

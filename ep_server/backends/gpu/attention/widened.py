@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ep_server.backends.gpu.chunk_copies import CopiedBlocks
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.widen import widen_blocks
-from ep_server.backends.gpu.widening import WidenedBlocks, Widening
+from ep_server.backends.gpu.widening import Widening
 from ep_server.models.families.spec import GqaSpec
 from ep_server.models.kv_cache import KvLayer
 
@@ -35,7 +36,7 @@ class WidenedPrefill:
         q: torch.Tensor,
         query_start: torch.Tensor,
         kv: PagedKv,
-        widened: WidenedBlocks,
+        widened: CopiedBlocks,
         lengths: torch.Tensor,
         out: torch.Tensor,
     ) -> None:

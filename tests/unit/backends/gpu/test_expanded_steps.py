@@ -88,7 +88,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], RankMo
 
 def runner_of(model: RankModel) -> GpuRunner:
     carried = exchange(model, None)
-    plan = GpuPlan(BLOCKS, BLOCK, 4, 24, useful_blocks=BLOCKS, graphs=False, widens=True)
+    plan = GpuPlan(BLOCKS, BLOCK, 4, 24, useful_blocks=BLOCKS, graphs=False, copies=True)
     runner = gpu_runner(model, carried, rows_of(carried), plan, BLOCKS)
     for index, layer in enumerate(runner.kv_cache.layers):
         layer.k.copy_(random(*layer.k.shape, seed=index).to(layer.k.dtype))
@@ -129,7 +129,7 @@ def test_logits_are_those_of_the_absorbed_form(
     assert Over.runs == len(STEPS) * LAYERS * PASSES
     assert_close(alone, absorbed, "logits", abs_tol=1e-4 * float(absorbed.abs().max()))
     runner = runner_of(model())
-    runner.graphs.record_only([GraphKey(BUCKET), GraphKey(BUCKET, widened=True)])
+    runner.graphs.record_only([GraphKey(BUCKET), GraphKey(BUCKET, copied=True)])
     with torch.inference_mode():
         runner.graphs.capture()
     Over.runs = 0

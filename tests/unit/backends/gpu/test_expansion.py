@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ep_server.backends.gpu import assembly
-from ep_server.backends.gpu.assembly import GpuPlan, kv_blocks_on, widening_of
+from ep_server.backends.gpu.assembly import GpuPlan, copy_rule_of, kv_blocks_on
+from ep_server.backends.gpu.chunk_copies import HOPPER_FLOPS, MOST_BYTES, distinct_blocks
 from ep_server.backends.gpu.expansion import ABSORBED_FLOPS, PRODUCT_FLOPS, Expansion
 from ep_server.backends.gpu.kernels.triton.expand import TILE
 from ep_server.backends.gpu.memory import KV_SHARE, Room
 from ep_server.backends.gpu.step_input import InputShape, StepInput
-from ep_server.backends.gpu.widening import HOPPER_FLOPS, MOST_BYTES, distinct_blocks
 from ep_server.models.families.spec import MlaSpec
 from ep_server.records import SeqSlice, StepBatch
 from tests.support.triton.harness import DEVICE
@@ -90,13 +90,13 @@ def test_scratch_memory_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(assembly, "sm_count", lambda device: 132)
     monkeypatch.setattr(Room, "on", lambda device: Room("cuda:0", 20 * GIB, 80 * GIB))
     device, model = torch.device("cuda"), model_of(LITE, 32_000)
-    plan = GpuPlan(0, 16, 64, 4096, useful_blocks=10**6, widens=True)
-    rule = widening_of(model, plan)
+    plan = GpuPlan(0, 16, 64, 4096, useful_blocks=10**6, copies=True)
+    rule = copy_rule_of(model, plan)
     assert rule is not None and rule.blocks == 250 + 32 and rule.nbytes == 282 * TILE * 8320
     assert kv_blocks_on(device, model, plan) == int((20 * GIB - rule.nbytes) * KV_SHARE / (16 * 1000 * 1152))
-    few = widening_of(model, GpuPlan(100, 16, 64, 4096, useful_blocks=10**6, widens=True))
+    few = copy_rule_of(model, GpuPlan(100, 16, 64, 4096, useful_blocks=10**6, copies=True))
     assert few is not None and few.blocks == 13  # as many as 1,600 positions of a cache can fill
-    assert widening_of(model, GpuPlan(0, 16, 64, 4096, useful_blocks=10**6)) is None
+    assert copy_rule_of(model, GpuPlan(0, 16, 64, 4096, useful_blocks=10**6)) is None
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -117,16 +117,16 @@ def test_tables_of_tiles_name_the_same_blocks(seed: int) -> None:
 
 
 def test_chunks_that_share_tiles_expand_them_once() -> None:
-    given = StepInput(SHAPE, DEVICE, widening=SMALL)
+    given = StepInput(SHAPE, DEVICE, copies=SMALL)
     prefix = tuple(range(50, 66))  # two tiles
     slices = [
         SeqSlice(0, 256, (0,) * 90, (*prefix, *range(6)), True),
         SeqSlice(1, 300, (0,), tuple(range(70, 89)), True),
         SeqSlice(2, 256, (0,) * 130, (*prefix, *range(10, 19)), True),
     ]
-    step = given.fill(StepBatch(tuple(slices), 221), {}, widen=True)
-    assert step.widened and step.chunks is not None and step.chunks.widened is not None
-    copy = step.chunks.widened
+    step = given.fill(StepBatch(tuple(slices), 221), {}, copy=True)
+    assert step.copied and step.chunks is not None and step.chunks.copied is not None
+    copy = step.chunks.copied
     assert copy.count.tolist() == [5] and len(copy.blocks) == 5 * 8
     tiles = copy.blocks.view(5, 8)
     for row, held in ((1, slices[0].blocks), (2, slices[2].blocks)):
@@ -135,8 +135,8 @@ def test_chunks_that_share_tiles_expand_them_once() -> None:
 
 
 def test_contexts_that_do_not_fit_are_absorbed() -> None:
-    given = StepInput(SHAPE, DEVICE, widening=SMALL)
+    given = StepInput(SHAPE, DEVICE, copies=SMALL)
     long = SeqSlice(0, 500, (0,) * 100, tuple(range(38)), True)
-    assert given.fill(StepBatch((long,), 100), {}, widen=True).widened
+    assert given.fill(StepBatch((long,), 100), {}, copy=True).copied
     more = SeqSlice(1, 0, (0,) * 2, (39,), True)
-    assert not given.fill(StepBatch((long, more), 102), {}, widen=True).widened
+    assert not given.fill(StepBatch((long, more), 102), {}, copy=True).copied

@@ -44,11 +44,11 @@ RANKS = {
     "of two, both": Rank(GQA, ranks=2, overlap="auto"),
     "few sequences": Rank(GQA, ranks=2, overlap="on", sequences=24),
     "on Hopper": Rank(GQA | {"head_dim": 128}, overlap="auto", hopper=True),
-    "FP8 cache on Hopper": Rank(GQA | {"head_dim": 128}, overlap="on", widens=True),
+    "FP8 cache on Hopper": Rank(GQA | {"head_dim": 128}, overlap="on", copies=True),
     "without graphs": Rank(GQA, ranks=2, overlap="on", graphs=False),
     "latent": Rank(MLA, ranks=2, overlap="auto"),
     "latent, alone": Rank(MLA, overlap="on"),
-    "latent on Hopper": Rank(MLA, overlap="auto", widens=True),
+    "latent on Hopper": Rank(MLA, overlap="auto", copies=True),
 }
 
 
@@ -98,7 +98,7 @@ def request(number: int) -> Request:
 @pytest.mark.parametrize("name", RANKS)
 def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) -> None:
     rank, rng = RANKS[name], random.Random(7)
-    on = kernels_for_hopper() if rank.hopper or rank.widens else nullcontext()
+    on = kernels_for_hopper() if rank.hopper or rank.copies else nullcontext()
     with on, recorded() as launches, torch.inference_mode():
         runner = started(tmp_path, rank)
         warm = frozenset(launches)
@@ -111,7 +111,7 @@ def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) ->
     assert warm
     names = {launch[0] for launch in launches}
     assert rank.hopper != ("_decode_kernel" in names)
-    copied = {"_widen_kernel" if rank.config is not MLA else "_expand_kernel"} if rank.widens else set()
+    copied = {"_widen_kernel" if rank.config is not MLA else "_expand_kernel"} if rank.copies else set()
     assert names & {"_widen_kernel", "_expand_kernel"} == copied
     missing = {str(launch) for launch in launches - warm}
     assert not missing, "\n".join(sorted(missing)[:20])

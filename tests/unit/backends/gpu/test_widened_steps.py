@@ -68,13 +68,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def runner_of(path: Path) -> GpuRunner:
     model = load(path, "float32", "fp8_e4m3")  # no rounding turns a choice of experts
     carried = exchange(model, None)
-    plan = GpuPlan(BLOCKS, BLOCK, 4, 64, useful_blocks=BLOCKS, graphs=False, widens=True)
+    plan = GpuPlan(BLOCKS, BLOCK, 4, 64, useful_blocks=BLOCKS, graphs=False, copies=True)
     return gpu_runner(model, carried, rows_of(carried), plan, BLOCKS)
 
 
 def in_buckets(runner: GpuRunner) -> GpuRunner:
     """Runs every step as a graph would."""
-    runner.graphs.record_only([GraphKey(BUCKET), GraphKey(BUCKET, widened=True)])
+    runner.graphs.record_only([GraphKey(BUCKET), GraphKey(BUCKET, copied=True)])
     with torch.inference_mode():
         runner.graphs.capture()
 
@@ -104,13 +104,13 @@ def test_logits_are_those_of_the_cache(
 
 
 def test_a_step_whose_graph_was_not_captured_runs_without_a_copy() -> None:
-    keys = [GraphKey(8), GraphKey(BUCKET), GraphKey(BUCKET, widened=True)]
+    keys = [GraphKey(8), GraphKey(BUCKET), GraphKey(BUCKET, copied=True)]
     found = graphs.Graphs(lambda _: torch.zeros(1), keys, torch.device("cpu"), 1.0)
-    assert found.widened(GraphKey(BUCKET), True) == GraphKey(BUCKET, widened=True)
-    assert found.widened(GraphKey(BUCKET), False) == GraphKey(BUCKET)
-    assert found.widened(GraphKey(8), True) == GraphKey(8)
+    assert found.with_copy(GraphKey(BUCKET), True) == GraphKey(BUCKET, copied=True)
+    assert found.with_copy(GraphKey(BUCKET), False) == GraphKey(BUCKET)
+    assert found.with_copy(GraphKey(8), True) == GraphKey(8)
     found.record_modes(lambda rows: (False, rows > 8))
-    assert found.widened(GraphKey(BUCKET, normal=True), True) == GraphKey(BUCKET, normal=True, widened=True)
+    assert found.with_copy(GraphKey(BUCKET, normal=True), True) == GraphKey(BUCKET, normal=True, copied=True)
 
 
 def test_start_runs_both_kernels(tiny: Callable[[str], Tiny]) -> None:

@@ -7,16 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ep_server.backends.gpu import widening
+from ep_server.backends.gpu import chunk_copies
+from ep_server.backends.gpu.chunk_copies import HOPPER_FLOPS, MOST_BYTES, distinct_blocks
 from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors
-from ep_server.backends.gpu.widening import (
-    COPY_BYTES,
-    HOPPER_FLOPS,
-    MOST_BYTES,
-    TRITON_FLOPS,
-    Widening,
-    distinct_blocks,
-)
+from ep_server.backends.gpu.widening import COPY_BYTES, TRITON_FLOPS, Widening
 from ep_server.models.families.spec import GqaSpec
 from ep_server.records import SeqSlice, StepBatch
 from tests.support.triton.harness import DEVICE
@@ -104,8 +98,8 @@ def batch_of(*pieces: tuple[int, int, list[int]]) -> StepBatch:
 
 def copied(step: StepTensors, row: int, blocks: int) -> list[int]:
     """The blocks of the cache that a row's table stands for."""
-    assert step.chunks is not None and step.chunks.widened is not None
-    copy = step.chunks.widened
+    assert step.chunks is not None and step.chunks.copied is not None
+    copy = step.chunks.copied
     named = copy.blocks[: copy.count[0]].tolist()
     assert len(set(named)) == len(named)
     return [named[place] for place in copy.tables[row, :blocks].tolist()]
@@ -114,48 +108,46 @@ def copied(step: StepTensors, row: int, blocks: int) -> list[int]:
 @pytest.mark.parametrize("padded", [0, 40])
 def test_chunks_that_share_a_prefix_copy_it_once(padded: int) -> None:
     """A single token between them needs no copy."""
-    given = StepInput(SHAPE, DEVICE, widening=SMALL)
+    given = StepInput(SHAPE, DEVICE, copies=SMALL)
     batch = batch_of((16, 7, [50, 3, 9, 40, 7, 8]), (9, 1, [30, 31, 32]), (12, 9, [50, 3, 9, 2, 1, 0]))
-    step = given.fill(batch, {}, padded, widen=True)
-    assert step.widened and step.chunks is not None and step.chunks.widened is not None
-    assert step.chunks.widened.count.tolist() == [9]
+    step = given.fill(batch, {}, padded, copy=True)
+    assert step.copied and step.chunks is not None and step.chunks.copied is not None
+    assert step.chunks.copied.count.tolist() == [9]
     assert copied(step, 1, 6) == [50, 3, 9, 40, 7, 8] and copied(step, 2, 6) == [50, 3, 9, 2, 1, 0]
-    assert len(step.chunks.widened.tables) == len(step.lengths)
+    assert len(step.chunks.copied.tables) == len(step.lengths)
 
 
 def test_steps_in_turn_use_the_same_addresses() -> None:
-    given, addresses = StepInput(SHAPE, DEVICE, staging=2, widening=SMALL), set()
+    given, addresses = StepInput(SHAPE, DEVICE, staging=2, copies=SMALL), set()
     for first in range(5):
-        step = given.fill(batch_of((0, 9, [first, 40 - first, 20])), {}, 40, widen=True)
+        step = given.fill(batch_of((0, 9, [first, 40 - first, 20])), {}, 40, copy=True)
         assert copied(step, 0, 3) == [first, 40 - first, 20]
-        assert step.chunks is not None and step.chunks.widened is not None
-        copy = step.chunks.widened
+        assert step.chunks is not None and step.chunks.copied is not None
+        copy = step.chunks.copied
         addresses.add((copy.blocks.data_ptr(), copy.count.data_ptr(), copy.tables.data_ptr()))
-    again = given.padded(40, widened=True).chunks
-    assert again is not None and again.widened is not None
-    addresses.add(
-        tuple(x.data_ptr() for x in (again.widened.blocks, again.widened.count, again.widened.tables))
-    )
+    again = given.padded(40, copied=True).chunks
+    assert again is not None and again.copied is not None
+    addresses.add(tuple(x.data_ptr() for x in (again.copied.blocks, again.copied.count, again.copied.tables)))
     assert len(addresses) == 1
 
 
 def test_steps_without_a_copy() -> None:
     """Contexts that do not fit, no chunk, none wanted, or none that pays."""
-    given = StepInput(SHAPE, DEVICE, widening=SMALL)
+    given = StepInput(SHAPE, DEVICE, copies=SMALL)
     long = batch_of((16, 20, list(range(9))), (20, 4, list(range(20, 26))))
-    assert not given.fill(long, {}, widen=True).widened
-    assert given.fill(batch_of((16, 20, list(range(9))), (20, 2, list(range(4, 10)))), {}, widen=True).widened
-    assert not given.fill(batch_of((9, 1, [1, 2, 3])), {}, widen=True).widened
-    assert not given.fill(StepBatch((), 0), {}, 40, widen=True).widened
-    assert not given.fill(batch_of((0, 9, [1, 2, 3])), {}).widened
-    assert not StepInput(SHAPE, DEVICE).fill(batch_of((0, 9, [1, 2, 3])), {}, widen=True).widened
+    assert not given.fill(long, {}, copy=True).copied
+    assert given.fill(batch_of((16, 20, list(range(9))), (20, 2, list(range(4, 10)))), {}, copy=True).copied
+    assert not given.fill(batch_of((9, 1, [1, 2, 3])), {}, copy=True).copied
+    assert not given.fill(StepBatch((), 0), {}, 40, copy=True).copied
+    assert not given.fill(batch_of((0, 9, [1, 2, 3])), {}).copied
+    assert not StepInput(SHAPE, DEVICE).fill(batch_of((0, 9, [1, 2, 3])), {}, copy=True).copied
     everything = replace(SMALL, num_sms=10**9)  # Triton's kernel fills a billionth of it
-    assert StepInput(SHAPE, DEVICE, widening=everything).fill(batch_of((0, 9, [1, 2, 3])), {}).widened
+    assert StepInput(SHAPE, DEVICE, copies=everything).fill(batch_of((0, 9, [1, 2, 3])), {}).copied
 
 
 def test_runs_with_the_same_number_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only their first blocks count in it here, which they share."""
-    monkeypatch.setattr(widening, "MIX", np.int64(0))
+    monkeypatch.setattr(chunk_copies, "MIX", np.int64(0))
     tables = np.array([[5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 7, 8]])
     blocks, places = distinct_blocks(tables, np.full(3, 4), together=2)
     assert blocks.reshape(-1, 2)[places].reshape(3, 4).tolist() == tables.tolist()

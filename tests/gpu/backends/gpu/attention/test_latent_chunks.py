@@ -43,7 +43,7 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> GpuRunner:
     params = LoadParams(str(tmp_path), 0, (0,) * 16, "bfloat16", compute=TorchCompute(DEVICE))
     model = load_model(replace(params, load_format="dummy", kv_dtype=cached))
     carried = exchange(model, None)
-    plan = GpuPlan(BLOCKS, BLOCK, SEQUENCES, TOKENS, useful_blocks=BLOCKS, graphs=False, widens=True)
+    plan = GpuPlan(BLOCKS, BLOCK, SEQUENCES, TOKENS, useful_blocks=BLOCKS, graphs=False, copies=True)
     return gpu_runner(model, carried, rows_of(carried), plan, BLOCKS)
 
 
@@ -77,11 +77,11 @@ def test_a_layer_gives_what_the_absorbed_form_gives(runner: GpuRunner, name: str
     batch = batch_of(STEPS[name])
     given = runner._inputs[0]
     for layer in range(2):
-        absorbed_step = given.fill(batch, {}, padded, widen=False)
-        assert not absorbed_step.widened
+        absorbed_step = given.fill(batch, {}, padded, copy=False)
+        assert not absorbed_step.copied
         absorbed, written = attention(runner, absorbed_step, layer)
-        step = given.fill(batch, {}, padded, widen=True)
-        assert step.widened
+        step = given.fill(batch, {}, padded, copy=True)
+        assert step.copied
         out, again = attention(runner, step, layer)
         assert torch.equal(written, again)
         rows = slice(0, batch.num_tokens)

@@ -58,7 +58,7 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
     assert chosen.kernels == TritonDecode(heads, kv_heads, v_dim, 4096, 132, hopper)
     ours = "hopper" if case is HOPPER else f"hopper ({EXPANDED})"
     assert chosen.named == (ours if hopper else "triton (as asked)")
-    assert chosen.widens == (hopper and case is LATENT_CASE)
+    assert chosen.copies == (hopper and case is LATENT_CASE)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_what_our_kernel_for_hopper_is_not_for_is_tritons(case: AttentionCase, p
 )
 def test_chunks_of_latents_have_our_kernel_alone(case: AttentionCase, problem: str) -> None:
     chosen = choose("auto", case)
-    assert chosen.widens and chosen.named == f"triton ({problem}; {EXPANDED})"
+    assert chosen.copies and chosen.named == f"triton ({problem}; {EXPANDED})"
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_chunks_of_latents_have_our_kernel_alone(case: AttentionCase, problem: s
 )
 def test_single_latent_tokens_have_our_kernel_alone(case: AttentionCase) -> None:
     chosen = choose("auto", case)
-    assert not chosen.widens and chosen.named == "hopper (chunks of prompts: triton)"
+    assert not chosen.copies and chosen.named == "hopper (chunks of prompts: triton)"
 
 
 def test_chunks_over_an_fp8_cache_have_our_kernel() -> None:
     chosen = choose("auto", replace(HOPPER, kv_dtype=Dtype.FP8))
-    assert chosen.widens and chosen.kernels == TritonDecode(32, 4, 128, 4096, 132, hopper=False)
+    assert chosen.copies and chosen.kernels == TritonDecode(32, 4, 128, 4096, 132, hopper=False)
     assert chosen.named == (
         "triton (the KV cache is float8_e4m3fn, not bfloat16; chunks of prompts: hopper, on a bfloat16 copy)"
     )
@@ -137,11 +137,11 @@ def test_chunks_over_an_fp8_cache_have_our_kernel() -> None:
     ],
 )
 def test_chunks_over_an_fp8_cache_are_tritons(asked: str, case: AttentionCase) -> None:
-    assert not choose(asked, replace(case, kv_dtype=Dtype.FP8)).widens
+    assert not choose(asked, replace(case, kv_dtype=Dtype.FP8)).copies
 
 
 def test_no_other_cache_is_copied() -> None:
-    assert not choose("auto", HOPPER).widens
+    assert not choose("auto", HOPPER).copies
 
 
 @pytest.mark.parametrize("built", [True, False])

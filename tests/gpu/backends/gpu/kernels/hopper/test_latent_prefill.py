@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.attention.expanded import ExpandedPrefill
+from ep_server.backends.gpu.chunk_copies import CopiedBlocks, CopiedBlocksInput
 from ep_server.backends.gpu.expansion import Expansion
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperLatentPrefill, prefill_scratch
 from ep_server.backends.gpu.kernels.triton.expand import TILE, ExpandedKv
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
-from ep_server.backends.gpu.widening import WidenedBlocks, WideningInput
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import MlaSpec
 from tests.support.triton.harness import FP8
@@ -201,12 +201,12 @@ class Latents:
         self.kernel = ExpandedPrefill(rule, BF16, device, prefill_scratch(device))
         for each in (self.kernel._expanded.k, self.kernel._expanded.v, self.kernel._expanded.rope):
             each.fill_(NAN)
-        self.input = WideningInput(rule, len(chunks), tables.shape[1], device, 3)
-        assert self.input.fill(tables, tokens, np.where(tokens > 0, contexts, 0), 0, widen=True)
+        self.input = CopiedBlocksInput(rule, len(chunks), tables.shape[1], device, 3)
+        assert self.input.fill(tables, tokens, np.where(tokens > 0, contexts, 0), 0, copy=True)
         torch.cuda.synchronize()
 
     @property
-    def plan(self) -> WidenedBlocks:
+    def plan(self) -> CopiedBlocks:
         return self.input.view(len(self.chunks))
 
     def run(self, out: torch.Tensor) -> None:
@@ -288,8 +288,8 @@ def test_captured_expansions_read_their_blocks_from_memory() -> None:
     with torch.cuda.graph(graph):
         latents.run(out)
     tokens = np.array([40, 20])
-    assert latents.input.fill(table, tokens, np.array([40, 20]), 0, widen=True)
-    assert latents.input.fill(table, tokens, np.array([300, 77]), 0, widen=True)
+    assert latents.input.fill(table, tokens, np.array([40, 20]), 0, copy=True)
+    assert latents.input.fill(table, tokens, np.array([300, 77]), 0, copy=True)
     out.fill_(NAN)
     graph.replay()
     latents.check(out)

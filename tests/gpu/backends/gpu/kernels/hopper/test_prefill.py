@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.attention.widened import WidenedPrefill
+from ep_server.backends.gpu.chunk_copies import CopiedBlocks, CopiedBlocksInput
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill, prefill_scratch
 from ep_server.backends.gpu.kernels.triton.paged import Sequences
-from ep_server.backends.gpu.widening import WidenedBlocks, Widening, WideningInput
+from ep_server.backends.gpu.widening import Widening
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import GqaSpec
 from tests.support.triton.harness import FP8
@@ -165,11 +166,11 @@ class Widened:
         for each in (self.kernel._copy.k, self.kernel._copy.v):
             assert each is not None
             each.fill_(NAN)
-        self.input = WideningInput(rule, len(chunks), tables.shape[1], device, 3)
-        assert self.input.fill(tables, tokens, np.where(tokens > 0, contexts, 0), 0, widen=True)
+        self.input = CopiedBlocksInput(rule, len(chunks), tables.shape[1], device, 3)
+        assert self.input.fill(tables, tokens, np.where(tokens > 0, contexts, 0), 0, copy=True)
 
     @property
-    def plan(self) -> WidenedBlocks:
+    def plan(self) -> CopiedBlocks:
         return self.input.view(len(self.chunks))
 
     def run(self, out: torch.Tensor) -> None:
@@ -219,8 +220,8 @@ def test_captured_copies_read_their_blocks_from_memory() -> None:
     with torch.cuda.graph(graph):
         widened.run(out)
     tokens = np.array([40, 20])
-    assert widened.input.fill(table, tokens, np.array([40, 20]), 0, widen=True)
-    assert widened.input.fill(table, tokens, np.array([300, 77]), 0, widen=True)
+    assert widened.input.fill(table, tokens, np.array([40, 20]), 0, copy=True)
+    assert widened.input.fill(table, tokens, np.array([300, 77]), 0, copy=True)
     out.fill_(NAN)
     graph.replay()
     widened.check(out)
