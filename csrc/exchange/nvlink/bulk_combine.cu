@@ -45,7 +45,7 @@ struct Roles {
 
   __device__ __forceinline__ explicit Roles(uint32_t ranks) {
     const uint32_t warps = blockDim.x / kWarp;
-    returning = ranks == 1 ? 0 : max(1u, min(gridDim.x / 2, kMostReturning));
+    returning = ranks == 1 ? 0 : max(1u, min(gridDim.x / 3, kMostReturning));
     const bool both = gridDim.x == 1, returns = blockIdx.x < returning;
     copying = !returns ? 0 : both ? warps / 2 : warps - 1;
     summing = !returns ? warps : both ? warps - copying - 1 : 0;

@@ -29,9 +29,9 @@ from ep_server.models.families.spec import MlaSpec
 
 # Of a launch: 16 heads fill a GPU with about 1,000 tokens, and MOST_BYTES hold 64,512 positions of them.
 MOST_HEADS = 16
-# Assumed, not measured: FLOP per second on a full GPU of Triton's kernel over latents, and of products with
-# the up-projections.
-ABSORBED_FLOPS, PRODUCT_FLOPS = 120e12, 400e12
+# FLOP per second on a full GPU, measured (docs/design-notes/2026-11-hopper-mla.md): of Triton's kernel over
+# latents, and of products with the up-projections.
+ABSORBED_FLOPS, PRODUCT_FLOPS = 90e12, 450e12
 ABSORBED_ROWS = 32  # (token, head) pairs of a tile of Triton's kernel
 
 
@@ -76,7 +76,7 @@ class Expansion:
     def pays(self, tokens: np.ndarray, contexts: np.ndarray, blocks: int) -> bool:
         """Whether expansion and Hopper kernel take less time than Triton's kernel, by the rates above.
 
-        On a full GPU that means about 44 tokens of a chunk behind a long context. Triton's kernel does not
+        On a full GPU that means about 30 tokens of a chunk behind a long context. Triton's kernel does not
         cut contexts, so with few tokens and heads it leaves multiprocessors idle. Arguments: see CopyRule.
         """
         spec = self.spec

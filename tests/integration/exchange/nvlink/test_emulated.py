@@ -96,10 +96,10 @@ def test_many_rows(num_ranks: int) -> None:
 
 @pytest.mark.timeout(SECONDS + 120)
 @pytest.mark.parametrize(
-    ("num_ranks", "blocks"), [(2, 1), (2, 5), *(pytest.param(4, n, marks=pytest.mark.slow) for n in (1, 5))]
+    ("num_ranks", "blocks"), [(2, 1), (2, 7), *(pytest.param(4, n, marks=pytest.mark.slow) for n in (1, 7))]
 )
 def test_many_rows_in_one_block_and_in_odd_numbers_of_them(num_ranks: int, blocks: int) -> None:
-    """A single block both returns rows and sums; of five, two return."""
+    """A single block both returns rows and sums; of seven, two return."""
     args = (module(), blocks, "normal_programs.run_programs", "cuda")
     found = failures(run_group(programs.with_multiprocessors, num_ranks, args=args, timeout=SECONDS))
     assert not found, "\n".join(found[:5])
