@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked long come first: the last worker would run them alone."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if text := config.getoption("--part"):
         from tests.support.parts import Part
 

@@ -183,6 +183,7 @@ async def losses(folder: Path, count: int) -> None:
     assert fetched == [89] * STREAMS  # the last round had the prefill server again
 
 
+@pytest.mark.long
 async def test_a_killed_prefill_server_ends_no_stream(tmp_path: Path) -> None:
     async with asyncio.timeout(WAIT):
         await losses(tmp_path, 2)

@@ -77,6 +77,7 @@ def failures(by_rank: list[dict[str, str]]) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(SECONDS + 120)
 @pytest.mark.parametrize(
     "num_ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
