@@ -36,12 +36,20 @@ from tests.support.exchange.sequences import run_sequences
 
 def conformance(group: dist.ProcessGroup) -> dict[str, str]:
     """The whole suite on halves apart; every case again with both halves in one kernel."""
+    return fused_conformance(group) | conformance_apart(group)
+
+
+def fused_conformance(group: dist.ProcessGroup) -> dict[str, str]:
+    """Every case with both halves in one kernel."""
     fused = run_cases(group, factory(fused=True), instead_of_fp32=Payload.BF16)
+    return {f"fused-{name}": text for name, text in fused.items()}
+
+
+def conformance_apart(group: dist.ProcessGroup) -> dict[str, str]:
+    """The whole suite on halves apart."""
     apart = factory(fused=False)
-    return (
-        {f"fused-{name}": text for name, text in fused.items()}
-        | run_cases(group, apart, instead_of_fp32=Payload.BF16)
-        | run_sequences(group, apart, payload=Payload.BF16)
+    return run_cases(group, apart, instead_of_fp32=Payload.BF16) | run_sequences(
+        group, apart, payload=Payload.BF16
     )
 
 

@@ -79,11 +79,12 @@ def failures(by_rank: list[dict[str, str]]) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize("program", ["conformance_apart", "fused_conformance"])
 @pytest.mark.parametrize(
     "num_ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
-def test_conformance(num_ranks: int) -> None:
-    found = failures(run("gpu_programs.conformance", num_ranks))
+def test_conformance(num_ranks: int, program: str) -> None:
+    found = failures(run(f"gpu_programs.{program}", num_ranks))
     assert not found, "\n".join(found[:5])
 
 
