@@ -38,7 +38,10 @@ def _await(wait: Callable[[], None], device: torch.device, seconds: float, used:
         except Exception as raised:
             error = raised
         used.clear()  # first: the caller is the last to drop it
-        done.set_exception(error) if error else done.set_result(None)
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
 
     Thread(target=run, args=([used],), name="gpu-idle", daemon=True).start()
     try:
