@@ -6,6 +6,7 @@ Units: seconds of the engine's clock, tokens.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,8 @@ from ep_server.errors import EpServerError
 from ep_server.records import FinishReason, PromptLogprobs, Request, TokenEvent
 from ep_server.scheduler.lifecycle import State
 from ep_server.text.detokenizer import OutputText
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,36 @@ class ActiveRequest:
             output_tokens=self.output_tokens,
             first_token_seconds=self._first_token_seconds if self.output_tokens else None,
             queued_seconds=self._queued_seconds if self.output_tokens else 0.0,
+        )
+
+    def log_end(self, summary: RequestSummary, node: int, failure: str) -> None:
+        """Logs its end: at info if it failed or is traced, else at debug. failure: an error's message."""
+        level = logging.INFO if failure or self.traceparent else logging.DEBUG
+        if not log.isEnabledFor(level):
+            return
+        first = summary.first_token_seconds
+        fields: dict[str, str | int | float] = {
+            "request_id": self.request.request_id,
+            "status": summary.status,
+            "node": node,
+            "rank": self.rank,
+            "tokens": summary.output_tokens,
+            **({} if first is None else {"ttft_ms": round(first * 1000, 3)}),
+            **({"trace_id": self.traceparent.split("-")[1]} if self.traceparent else {}),
+        }
+        log.log(
+            level,
+            "request %s: %s %s, %d prompt and %d output tokens in %.3f s, rank %d, traceparent %s%s",
+            self.request.request_id,
+            summary.status,
+            summary.reason or "-",
+            summary.prompt_tokens,
+            summary.output_tokens,
+            summary.seconds,
+            self.rank,
+            self.traceparent or "-",
+            failure and f": {failure}",
+            extra={"fields": fields},
         )
 
     @property

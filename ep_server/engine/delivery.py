@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Pace
 from ep_server.engine.kv_events import KvEvents
-from ep_server.engine.observer import EngineObserver, RequestSummary
+from ep_server.engine.observer import EngineObserver
 from ep_server.engine.rank_orders import RankOrders
 from ep_server.engine.recovery_phases import RecoveryPhases
 from ep_server.engine.request_table import RequestTable
@@ -120,9 +120,10 @@ class Delivery:
             self.fail(active, Event.FAIL, error, at_rank=False)
 
     def on_statistics(self, statistics: RankStatistics) -> None:
-        """Keeps the newest measurements of a rank."""
-        self.rank_statistics[statistics.rank] = statistics
-        self._observer.on_statistics(statistics)
+        """Keeps the newest measurements of a rank, if it serves: one that leaves reports until it ends."""
+        if self.group is None or statistics.rank in self.group.live:
+            self.rank_statistics[statistics.rank] = statistics
+            self._observer.on_statistics(statistics)
 
     def on_running(self, rank: int, sequences: int) -> None:
         """Keeps how many sequences a rank runs."""
@@ -159,6 +160,7 @@ class Delivery:
 
     def _serving(self, live: Sequence[int]) -> None:
         for rank in set(self.orders.live) - set(live):
+            self.rank_statistics.pop(rank, None)
             self._observer.on_rank_out(rank)
         self.orders.live = self.kv_events.live = live
 
@@ -350,7 +352,7 @@ class Delivery:
             active.timer = None
         summary = active.summary(status, reason, self._clock())
         self._observer.on_finished(summary)
-        self._log(active, summary, failure)
+        active.log_end(summary, active.rank // self._ranks_per_node, failure)
 
     def _leave_rank(self, active: ActiveRequest, *, at_rank: bool) -> None:
         """Frees the rank's side: now, or by a cancel that on_freed answers."""
@@ -368,33 +370,3 @@ class Delivery:
             self._pace.ended(now, len(self._requests), finished=active.state is State.FINISHED)
         if active.cancelled_at is not None:
             self._observer.on_freed(now - active.cancelled_at)
-
-    def _log(self, active: ActiveRequest, summary: RequestSummary, failure: str) -> None:
-        """Logs the end of a request: at info if it failed or is traced, else at debug."""
-        level = logging.INFO if failure or active.traceparent else logging.DEBUG
-        if not log.isEnabledFor(level):
-            return
-        first, trace = summary.first_token_seconds, active.traceparent
-        fields: dict[str, str | int | float] = {
-            "request_id": active.request.request_id,
-            "status": summary.status,
-            "node": active.rank // self._ranks_per_node,
-            "rank": active.rank,
-            "tokens": summary.output_tokens,
-            **({} if first is None else {"ttft_ms": round(first * 1000, 3)}),
-            **({"trace_id": trace.split("-")[1]} if trace else {}),
-        }
-        log.log(
-            level,
-            "request %s: %s %s, %d prompt and %d output tokens in %.3f s, rank %d, traceparent %s%s",
-            active.request.request_id,
-            summary.status,
-            summary.reason or "-",
-            summary.prompt_tokens,
-            summary.output_tokens,
-            summary.seconds,
-            active.rank,
-            trace or "-",
-            failure and f": {failure}",
-            extra={"fields": fields},
-        )

@@ -21,7 +21,9 @@ def call(served: Served, *metadata: tuple[str, str], **fields: Any) -> Any:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The log lines of requests."""
-    return [record.getMessage() for record in caplog.records if record.name == "ep_server.engine.delivery"]
+    return [
+        record.getMessage() for record in caplog.records if record.name == "ep_server.engine.active_request"
+    ]
 
 
 async def test_rank_and_priority_reach_the_rank() -> None:
@@ -59,7 +61,7 @@ async def test_bad_metadata_is_named(key: str, value: str, fields: dict[str, int
 
 
 async def test_a_trace_is_in_the_log_line_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ep_server.engine.delivery"):
+    with caplog.at_level(logging.INFO, "ep_server.engine.active_request"):
         async with serving() as served:
             await rest(call(served, ("traceparent", TRACE), request_id="traced"))
             await rest(call(served, request_id="plain"))
@@ -81,7 +83,7 @@ async def test_a_trace_is_in_the_log_line_of_its_request(caplog: pytest.LogCaptu
     ],
 )
 async def test_a_malformed_trace_counts_as_absent(trace: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "ep_server.engine.delivery"):
+    with caplog.at_level(logging.DEBUG, "ep_server.engine.active_request"):
         async with serving() as served:
             await rest(call(served, ("traceparent", trace)))
     (line,) = lines(caplog)
@@ -89,7 +91,7 @@ async def test_a_malformed_trace_counts_as_absent(trace: str, caplog: pytest.Log
 
 
 async def test_a_later_version_of_traceparent_may_have_more(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ep_server.engine.delivery"):
+    with caplog.at_level(logging.INFO, "ep_server.engine.active_request"):
         async with serving() as served:
             await rest(call(served, ("traceparent", f"01{TRACE[2:]}-more")))
     (line,) = lines(caplog)

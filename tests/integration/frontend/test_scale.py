@@ -15,6 +15,7 @@ from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient
 from ep_server.errors import EpServerError
 from ep_server.orders import DropChange, PrepareWeights
+from ep_server.records import RankLoad, RankStatistics
 from tests.support.losing import ASKED, WAIT, losing, run_all, seen
 from tests.support.models.perturbed import perturbed
 
@@ -41,6 +42,9 @@ async def test_ranks_join_and_leave_while_requests_run() -> None:
                 info = await client.server_info()
                 assert set(info.live_ranks) == live
                 assert set(info.ranks_out) == set(asked.get("hold_out", []))
+                for rank in {0, 1, 2, 3} - live:  # what it sent until it left
+                    engine._delivery.on_statistics(RankStatistics(rank, RankLoad(running=2)))
+                assert {load.rank for load in (await client.loads()).ranks} == live
             assert [seen(output) for output in await running] == expected
         assert len(lost.heard.recovered) == 0
         with pytest.raises(EpServerError, match=r"parallel\.max_ranks"):
