@@ -14,6 +14,7 @@ safetensors  load_file(device) of every shard; with several ranks get_tensor() o
 mapped x1    the engine's loader over mapped files, copied tensor by tensor, one thread
 mapped       the same with as many threads
 engine       the engine's loader as a rank runs it
+slots        its experts alone, into slots that are there, as after the loss of a rank
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from benchmarks.load_checkpoint import Pattern
 from ep_server.backends.assembly import files_for
 from ep_server.backends.torch_compute import TorchCompute, TorchGatedFfn, TorchLinear
 from ep_server.models.checkpoint import Checkpoint, StoredTensor
+from ep_server.models.experts import SlotMove, load_slots
 from ep_server.models.families import read_spec
-from ep_server.models.layers import ModelWeights, MoeWeights
+from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader
 from ep_server.models.weights import weights_from
 
@@ -67,6 +68,7 @@ class Rank:
         self.experts = range(rank * count // case.ranks, (rank + 1) * count // case.ranks)
         self.own = [one for one in self.checkpoint.tensors.values() if self._owns(one)]
         self.nbytes = sum(one.nbytes for one in self.own)
+        self.expert_bytes = sum(one.nbytes for one in self.own if ".experts." in one.name)
 
     def _owns(self, tensor: StoredTensor) -> bool:
         _, is_expert, rest = tensor.name.partition(".experts.")
@@ -130,6 +132,24 @@ class Rank:
         with files_for(self.device) as files:
             return self._weights(files, self.case.threads)
 
+    def slots(self) -> Callable[[], ModelWeights]:
+        """Experts into slots that are there, as after a loss."""
+        weights, compute = self.engine(), TorchCompute(self.device)
+        layers = [number for number, layer in enumerate(weights.layers) if isinstance(layer.ffn, MoeWeights)]
+        for tensor in (t for number in layers for t in tensors_of(weights.layers[number].ffn.experts)):
+            tensor.view(torch.uint8).fill_(0xFF)  # NaN
+        moves = [SlotMove(layer, *place) for layer in layers for place in enumerate(self.experts)]
+
+        def load() -> ModelWeights:
+            with files_for(self.device, beside=True) as files:
+                reader = TensorReader(self.checkpoint, self.spec.quant_block, files)
+                load_slots(reader, self.spec, torch.bfloat16, compute, weights, moves, self.case.threads)
+                files.finish()
+            self._wait()
+            return weights
+
+        return load
+
     def sample(self, weights: ModelWeights) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the checkpoint as they lie in weights that are not converted."""
         yield "model.embed_tokens.weight", weights.embedding
@@ -185,7 +205,14 @@ def read_piece(buffer: memoryview, file: FileIO, begin: int, end: int) -> None:
         at += count
 
 
-def timed(rank: Rank, barrier: Any, name: str, run: Callable[[], Any], check: Check | None = None) -> Row:
+def timed(
+    rank: Rank,
+    barrier: Any,
+    name: str,
+    run: Callable[[], Any],
+    check: Check | None = None,
+    nbytes: int | None = None,
+) -> Row:
     """Rounds together with the other ranks; device memory is given back between them, as a start finds it."""
     seconds = []
     for _ in range(rank.case.rounds):
@@ -202,7 +229,7 @@ def timed(rank: Rank, barrier: Any, name: str, run: Callable[[], Any], check: Ch
         if len(seconds) == 1 and check is not None:
             check(made)
         del made
-    return Row(name, rank.nbytes, tuple(seconds))
+    return Row(name, nbytes or rank.nbytes, tuple(seconds))
 
 
 def measure(case: Case, number: int, barrier: Any) -> list[Row]:
@@ -225,6 +252,7 @@ def measure(case: Case, number: int, barrier: Any) -> list[Row]:
         timed(rank, barrier, "mapped x1", lambda: rank.mapped(1), check_weights),
         timed(rank, barrier, "mapped", lambda: rank.mapped(case.threads), check_weights),
         timed(rank, barrier, "engine", rank.engine, check_weights),
+        timed(rank, barrier, "slots", rank.slots(), check_weights, rank.expert_bytes),
     ]
 
 

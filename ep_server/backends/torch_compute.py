@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ep_server.models.batch import AttentionMeta
-from ep_server.models.compute import FfnScales
+from ep_server.models.compute import FfnScales, FfnTensors
 from ep_server.models.families.spec import FP8_BLOCK
 from ep_server.models.kv_cache import KvLayer
 from ep_server.models.loading import widen
@@ -111,12 +111,14 @@ class TorchGatedFfn:
             torch.mm(gated[a:b], self._down(e, rows.dtype).t(), out=out[a:b])
         return out
 
-    def put(self, index: int, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None) -> None:
-        """See `compute.GatedFfn`."""
-        self.gate_up[index].copy_(gate_up[0])
-        self.down[index].copy_(down[0])
-        for held, new in zip(self.scales or (), scales or (), strict=True):
-            held[index].copy_(new[0])
+    def room(self, index: int) -> FfnTensors:
+        """Where they belong. See `compute.GatedFfn`."""
+        one = slice(index, index + 1)
+        scales = self.scales and FfnScales(self.scales.gate_up[one], self.scales.down[one])
+        return self.gate_up[one], self.down[one], scales
+
+    def put(self, index: int, values: FfnTensors) -> None:
+        """They are there."""
 
     def _gate_up(self, e: int, dtype: torch.dtype) -> torch.Tensor:
         if self.scales is None:

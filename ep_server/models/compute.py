@@ -47,11 +47,15 @@ class GatedFfn(Protocol):
         """
         ...
 
-    def put(self, index: int, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None) -> None:
-        """Replaces FFN `index`, which no rows are for meanwhile; addresses stay. In any thread.
+    def room(self, index: int) -> FfnTensors:
+        """Memory for new values of FFN `index`, which no rows are for until put(). In any thread.
 
-        Args: shapes, dtypes and memory as for `Compute.gated_ffn`, of one FFN: [1, ..].
+        Returns: shapes and dtypes as `Compute.gated_ffn` takes them, of one FFN: [1, ..].
         """
+        ...
+
+    def put(self, index: int, values: FfnTensors) -> None:
+        """FFN `index` has the values that were written into its room(); addresses stay. In any thread."""
         ...
 
 
@@ -64,6 +68,9 @@ class FfnScales(NamedTuple):
 
     gate_up: torch.Tensor
     down: torch.Tensor
+
+
+FfnTensors = tuple[torch.Tensor, torch.Tensor, FfnScales | None]  # what `Compute.gated_ffn` takes
 
 
 class Attend(Protocol):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ep_server.errors import CheckpointError
-from ep_server.models.compute import Compute, FfnScales, GatedFfn
+from ep_server.models.compute import Compute, FfnScales, FfnTensors, GatedFfn
 from ep_server.models.families.spec import FP8_BLOCK, ModelSpec
 from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import Codes, TensorSource
@@ -93,35 +93,50 @@ class ExpertLoader:
         experts: global ids, EMPTY = a slot without values.
         """
         held = [row for row, expert in enumerate(experts) if expert != EMPTY]
-        return self.compute.gated_ffn(*self._read(prefix, experts), held=held)
+        values = self._room(prefix, experts)
+        self._fill(values, prefix, experts)
+        return self.compute.gated_ffn(*values, held=held)
 
     def load_slot(self, weights: ModelWeights, move: SlotMove) -> None:
         """One expert into a slot of weights that load() made. Raises: what the source raises."""
         ffn = weights.layers[move.layer].ffn
         if isinstance(ffn, MoeWeights):  # a placement names slots of dense layers too
-            ffn.experts.put(move.slot, *self._read(self.prefix(move.layer), [move.expert]))
+            room = ffn.experts.room(move.slot)
+            self._fill(room, self.prefix(move.layer), [move.expert])
+            ffn.experts.put(move.slot, room)
 
     def prefix(self, layer: int) -> str:
         """What the tensors of a layer's experts begin with."""
         return f"{sparse_block(self.source, self.spec, f'model.layers.{layer}')}.experts"
 
-    def _read(
-        self, prefix: str, experts: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, FfnScales | None]:
-        """What Compute.gated_ffn() takes; rows of EMPTY stay unwritten."""
-        spec, names, ffn = self.spec, self.spec.names, self.spec.expert_ffn
-        stacked = self.source.has(f"{prefix}.gate_up_proj")
+    def _room(self, prefix: str, experts: Sequence[int]) -> FfnTensors:
+        """Memory for all of them, FP8 as they are stored."""
+        rows, ffn, hidden = len(experts), self.spec.expert_ffn, self.spec.hidden
         some = next((expert for expert in experts if expert != EMPTY), 0)
-        first = f"{prefix}.{some}.{names.gate}.weight"
-        fp8 = self._stay_fp8(f"{prefix}.gate_up_proj" if stacked else first)
+        stacked = self.source.has(f"{prefix}.gate_up_proj")
+        first = f"{prefix}.gate_up_proj" if stacked else f"{prefix}.{some}.{self.spec.names.gate}.weight"
+        fp8 = self._stay_fp8(first)
         if fp8 and stacked and ffn % FP8_BLOCK:
             raise CheckpointError(
-                f"{prefix}.gate_up_proj: a block of {FP8_BLOCK} rows has gate and up rows, as an expert has "
+                f"{first}: a block of {FP8_BLOCK} rows has gate and up rows, as an expert has "
                 f"{ffn} channels: such FP8 weights can only be served with model.dtype = float32"
             )
-        rows, count = len(experts), spec.router.num_experts
-        gate_up = self._fused(rows, 2, ffn, spec.hidden, fp8)
-        down = self._fused(rows, 1, spec.hidden, ffn, fp8)
+        dtype, device = torch.float8_e4m3fn if fp8 else self.dtype, self.compute.device
+        gate_up = torch.empty(rows, 2 * ffn, hidden, dtype=dtype, device=device)
+        down = torch.empty(rows, hidden, ffn, dtype=dtype, device=device)
+        if not fp8:
+            return gate_up, down, None
+        channels, columns = -(-ffn // FP8_BLOCK), -(-hidden // FP8_BLOCK)
+        of_gate_up = torch.empty(rows, 2 * channels, columns, device=device)
+        return gate_up, down, FfnScales(of_gate_up, torch.empty(rows, columns, channels, device=device))
+
+    def _fill(self, room: FfnTensors, prefix: str, experts: Sequence[int]) -> None:
+        """Reads them; those of EMPTY stay unwritten."""
+        spec, names, ffn = self.spec, self.spec.names, self.spec.expert_ffn
+        stacked, count = self.source.has(f"{prefix}.gate_up_proj"), spec.router.num_experts
+        scales = room[2] or (None, None)
+        gate_up = _Fused(self.source, ffn, room[0], scales[0])
+        down = _Fused(self.source, spec.hidden, room[1], scales[1])
         for row, expert in enumerate(experts):
             if expert == EMPTY:
                 continue
@@ -133,9 +148,6 @@ class ExpertLoader:
             gate_up.fill(row, 0, f"{one}.{names.gate}.weight", (ffn, spec.hidden))
             gate_up.fill(row, 1, f"{one}.{names.up}.weight", (ffn, spec.hidden))
             down.fill(row, 0, f"{one}.{names.down}.weight", (spec.hidden, ffn))
-        if gate_up.scale is None or down.scale is None:
-            return gate_up.values, down.values, None
-        return gate_up.values, down.values, FfnScales(gate_up.scale, down.scale)
 
     def _stay_fp8(self, first: str) -> bool:
         """first: a tensor of the layer; the others must be stored alike."""
@@ -145,14 +157,6 @@ class ExpertLoader:
             and self.spec.fp8_blocks
             and self.source.is_fp8(first)
         )
-
-    def _fused(self, count: int, parts: int, rows: int, columns: int, fp8: bool) -> _Fused:
-        device = self.compute.device
-        dtype = torch.float8_e4m3fn if fp8 else self.dtype
-        values = torch.empty(count, parts * rows, columns, dtype=dtype, device=device)
-        grid = (parts * -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-        scale = torch.empty(count, *grid, device=device) if fp8 else None
-        return _Fused(self.source, rows, values, scale)
 
 
 @dataclass(frozen=True, slots=True)

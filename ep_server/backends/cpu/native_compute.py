@@ -16,7 +16,7 @@ import torch
 from ep_server import _C
 from ep_server.errors import InternalError
 from ep_server.models.batch import AttentionMeta
-from ep_server.models.compute import FfnScales
+from ep_server.models.compute import FfnScales, FfnTensors
 from ep_server.models.kv_cache import KvLayer
 
 _HUGE_PAGE = 2 << 20
@@ -84,7 +84,7 @@ class NativeCompute:
         packed_down = words[experts * up_words :].view(experts, down_words)
         made = NativeGatedFfn(self._kernels, packed_up, packed_down, hidden, ffn, down.dtype)
         for e in range(experts) if held is None else held:
-            made.put(e, gate_up[e : e + 1], down[e : e + 1], None)
+            made.put(e, (gate_up[e : e + 1], down[e : e + 1], None))
         return made
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -228,8 +228,14 @@ class NativeGatedFfn:
         )
         return out
 
-    def put(self, index: int, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None) -> None:
+    def room(self, index: int) -> FfnTensors:
+        """New memory: values are packed from it. See `compute.GatedFfn`."""
+        gate_up = torch.empty(1, 2 * self.ffn, self.hidden, dtype=self.dtype)
+        return gate_up, torch.empty(1, self.hidden, self.ffn, dtype=self.dtype), None
+
+    def put(self, index: int, values: FfnTensors) -> None:
         """Packs one FFN. See `compute.GatedFfn`."""
+        gate_up, down, _ = values
         _check_ffns(gate_up, down)
         _check("down", down, (1, self.hidden, self.ffn), self.dtype)
         bf16, words = self.dtype is torch.bfloat16, (self.gate_up[index], self.down[index])

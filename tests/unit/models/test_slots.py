@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,10 +18,14 @@ from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.compute import Compute
 from ep_server.models.experts import SlotMove
-from ep_server.models.layers import MoeWeights
+from ep_server.models.families import read_spec
+from ep_server.models.layers import MoeWeights, tensors_of
 from ep_server.models.slots import ExpertRows, SlotTable
 from ep_server.records import EMPTY, WAYS
 from tests.support.models.checkpoints import EXPERTS, Tiny
+
+if TYPE_CHECKING:
+    from tests.support.models.fp8 import Fp8Tiny
 
 SLOTS = 4
 Get = Callable[[str], Tiny]
@@ -109,6 +115,24 @@ def test_experts_read_into_slots_are_those_loaded(
     for slot in (2, 3):
         expected = [outputs(whole, (layer + slot + 1) % EXPERTS)[layer] for layer in range(layers)]
         assert outputs(model, slot) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-fp8", "deepseek_v3-fp8"])
+def test_fp8_experts_are_read_into_slots_as_codes(fp8: Callable[[str], Fp8Tiny], name: str) -> None:
+    """Oracle: a model that has all experts from the start. Scales are replaced too."""
+    path, compute = str(fp8(name).path), TorchCompute()
+    experts = (0,) * read_spec(path).router.num_experts
+    params = LoadParams(path, 0, experts, "bfloat16", compute=compute)
+    whole = load_model(params)
+    sparse = [n for n, layer in enumerate(whole.weights.layers) if isinstance(layer.ffn, MoeWeights)]
+    params = replace(params, placement=(), held=[[0, EMPTY, 3]] * whole.spec.num_layers)
+    model = load_model(params)
+    load_experts(model, params, [SlotMove(layer, slot, 2 + slot) for layer in sparse for slot in (0, 1)])
+    for layer in sparse:
+        held, expected = (list(tensors_of(m.weights.layers[layer].ffn.experts)) for m in (model, whole))
+        assert [t.dtype for t in held] == [torch.float8_e4m3fn] * 2 + [torch.float32] * 2
+        for one, two in zip(held, expected, strict=True):
+            assert torch.equal(one.view(torch.uint8), two[[2, 3, 3]].view(torch.uint8)), layer
 
 
 def slots_of(model: RankModel) -> Sequence[torch.Tensor]:
