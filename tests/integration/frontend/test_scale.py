@@ -19,8 +19,6 @@ from ep_server.records import RankLoad, RankStatistics
 from tests.support.losing import ASKED, WAIT, losing, run_all, seen
 from tests.support.models.perturbed import perturbed
 
-UNASKED = 1 << 40  # number of an order whose answers nobody awaits
-
 
 async def test_ranks_join_and_leave_while_requests_run() -> None:
     """Two ranks become four, one is held out, two of them leave, and the first returns."""
@@ -97,13 +95,13 @@ async def test_a_refused_scale_leaves_no_process() -> None:
     """Ranks that prepare another change refuse; the new rank ends at once, and a later call works."""
     fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
     async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
-        group, change = lost.group(), 77
-        group.order(PrepareWeights(change, 1, str(DEMO_MODEL)), UNASKED)
+        group, change, orders = lost.group(), 77, lost.server.engine._delivery.orders
+        await orders.give(PrepareWeights(change, 1, str(DEMO_MODEL)), WAIT, "preparing")
         with pytest.raises(EpServerError, match="change 77 is in the making"):
             await client.scale(3)
         assert sorted(group._board.processes) == [0, 1] and group.live == {0, 1}
         assert not group._generations._joining  # type: ignore[union-attr]
-        group.order(DropChange(change), UNASKED + 1)
+        await orders.give(DropChange(change), WAIT, "dropping")  # its threads have ended: it is gone
         assert list((await client.scale(3)).live) == [0, 1, 2]
 
 
