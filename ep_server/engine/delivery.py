@@ -146,6 +146,8 @@ class Delivery:
     def on_rank_lost(self, rank: int, cause: LossCause) -> None:
         """Counts the loss, for the rank and for each of its requests."""
         self._observer.on_rank_lost(rank, cause)
+        if rank not in self.orders.live:  # it has not joined
+            self._observer.on_rank_out(rank)
         self._requests.lost(rank)
 
     def on_group(self, state: GroupState) -> None:
@@ -161,6 +163,7 @@ class Delivery:
     def _serving(self, live: Sequence[int]) -> None:
         for rank in set(self.orders.live) - set(live):
             self.rank_statistics.pop(rank, None)
+            self.kv_events.left(rank)
             self._observer.on_rank_out(rank)
         self.orders.live = self.kv_events.live = live
 

@@ -8,6 +8,7 @@ in one event loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Final
 
 from ep_server.errors import EpServerError, SlowReader
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import KvEventBatch
+from ep_server.records import KvCacheCleared, KvEventBatch
 
 LAG_BATCHES: Final = 16384  # changes that may wait for one subscriber; snapshots do not count
 HISTORY_BATCHES: Final = 1024  # of each rank, for one who reconnects
@@ -106,10 +107,11 @@ class KvSubscription:
 
 @dataclass(slots=True)
 class _History:
-    """The last changes of a rank. last: number of its newest batch, 0: unknown."""
+    """The last changes of a rank. last: number of its newest batch, 0: unknown. block_size: tokens."""
 
     changes: deque[KvEventBatch] = field(default_factory=lambda: deque(maxlen=HISTORY_BATCHES))
     last: int = 0
+    block_size: int = 0
 
     def covers(self, start: int) -> bool:
         """Whether it holds every batch from number `start` on."""
@@ -118,7 +120,7 @@ class _History:
 
     def add(self, batch: KvEventBatch) -> None:
         """The newest batch."""
-        self.last = batch.sequence_number
+        self.last, self.block_size = batch.sequence_number, batch.block_size
         if batch.snapshot is None:
             self.changes.append(batch)
         else:
@@ -134,7 +136,7 @@ class KvEvents:
         self._subscriptions: set[KvSubscription] = set()
         self._history: dict[int, _History] = {}
         self._sent: Counter[int] = Counter()  # by rank: number of the newest batch
-        self._before: Counter[int] = Counter()  # the same, at the last loss; new ranks count from 1 again
+        self._before: Counter[int] = Counter()  # the same, of its processes before: each counts from 1
         self._watched = False
         self._stop_watching: asyncio.TimerHandle | None = None
 
@@ -155,12 +157,16 @@ class KvEvents:
         return subscription
 
     def on_events(self, batch: KvEventBatch) -> None:
-        """A batch from a rank."""
-        number = self._sent[batch.rank] = self._before[batch.rank] + batch.sequence_number
-        batch = replace(batch, sequence_number=number)
-        self._history.setdefault(batch.rank, _History()).add(batch)
-        for subscription in self._subscriptions:
-            subscription.put(batch)
+        """A batch from a rank. Dropped if it does not report: it has left."""
+        if batch.rank in self.live:
+            self._add(replace(batch, sequence_number=self._before[batch.rank] + batch.sequence_number))
+
+    def left(self, rank: int) -> None:
+        """A rank leaves, and its cache with it."""
+        if (history := self._history.get(rank)) is not None:
+            number = self._sent[rank] + 1
+            self._add(KvEventBatch(rank, number, time.time(), history.block_size, (KvCacheCleared(),)))
+        self._before[rank] = self._sent[rank]
 
     def end(self, error: EpServerError) -> None:
         """The ranks report no more: every subscription ends with `error`. Numbers go on with new ranks."""
@@ -170,9 +176,20 @@ class KvEvents:
         for subscription in self._subscriptions:
             subscription.end(error)
 
+    def _add(self, batch: KvEventBatch) -> None:
+        self._sent[batch.rank] = batch.sequence_number
+        self._history.setdefault(batch.rank, _History()).add(batch)
+        for subscription in self._subscriptions:
+            subscription.put(batch)
+
     def _covers(self, start: int) -> bool:
-        known = self._watched and all(rank in self._history for rank in self.live)
-        return start > 0 and known and all(self._history[rank].covers(start) for rank in self.live)
+        """Of a rank that has left, it is enough that the reader knows all."""
+        if start <= 0 or not self._watched or any(rank not in self._history for rank in self.live):
+            return False
+        return all(
+            each.covers(start) or (rank not in self.live and each.last < start)
+            for rank, each in self._history.items()
+        )
 
     def _left(self, subscription: KvSubscription) -> None:
         self._subscriptions.discard(subscription)

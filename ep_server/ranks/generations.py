@@ -261,7 +261,7 @@ class Generations:
             rank = sorted(absent)[turn % len(absent)] if absent else -1
             turn += 1
             try:
-                await (self.join([rank]) if absent else self.change(self.live & self.wanted))
+                await (self.join([rank]) if absent else self.change(leaves=self.live - self.wanted))
             except EpServerError as error:
                 what = f"rank {rank} does not join" if absent else "ranks that shall leave do not"
                 log.warning("%s yet: %s", what, error)
@@ -291,23 +291,26 @@ class Generations:
         if lost:
             why = "".join(f"; rank {rank}: {self._failed[rank]}" for rank in lost if rank in self._failed)
             raise Unavailable(f"ranks {lost} were lost while they started{why}")
-        return await self.change(self.live | set(ranks))
+        return await self.change(joins=ranks)
 
     async def let_go(self, ranks: Collection[int]) -> None:
         """Ends those of these processes that load, or have loaded, and shall not take part after all."""
         async with self._places:
             await self._end((set(ranks) & self._joining) - self.wanted)
 
-    async def change(self, live: Collection[int]) -> float:
-        """Has the ranks switch to others by vote. Processes of new ones are ready.
+    async def change(self, joins: Collection[int] = (), leaves: Collection[int] = ()) -> float:
+        """Has the ranks switch to others by vote, once changes before have ended.
 
+        Args:
+            joins: their processes are ready; those that are not wanted any more stay out. leaves: others.
         Returns: the longest pause of a rank.
         Raises: Unavailable if a rank refuses or is lost, or for too few slots; the ranks stay then.
         """
         async with self._changing:
             await self._until_over()
-            before, target = self.live, frozenset(live)
-            if target == before:
+            before = self.live
+            target = (before | (self.wanted & set(joins))) - set(leaves)
+            if not target or target == before:
                 return 0.0
             placement = self.placement and next_placement(self.placement, target, **self._joined)
             if placement is None:

@@ -207,8 +207,9 @@ class OneHost:
     ) -> Rank:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
-        start = _start(self._local, rank, self._shared, live, placement)
-        process, inside = await _process(self._local, rank, self._shared, callbacks, self._standby)
+        shared = self._shared
+        process, inside = await _process(self._local, rank, shared, callbacks, self._standby)
+        start = _start(self._local, rank, shared, live, placement)  # of the weights in force by now
         start.joins = True
         if inside is not None:
             start.handover = inside

@@ -65,10 +65,13 @@ async def scale(
     group.out |= dict.fromkeys(hold_out, HELD)
     try:
         pause = await group.join(sorted(joining)) if joining else 0.0
-        return max(pause, await group.change(target))
+        others = frozenset(range(most)) - target
+        await group.let_go(others)
+        return max(pause, await group.change(leaves=others))
     except EpServerError:
         if group.live != target:  # else it stands, though a rank was lost while they switched
-            group.wanted, group.held, group.out = before
+            lost = {rank: why for rank, why in group.out.items() if why != HELD}
+            group.wanted, group.held, group.out = *before[:2], before[2] | lost
             with suppress(EpServerError):
                 await group.let_go(joining)
             group.bring_back()  # those that have left already

@@ -127,9 +127,7 @@ class RankWorker:
         self._scheduler.drop_steps()
         self._changes.settle()
         self._forget_freed()
-        if self._profiler.running:
-            self._profiler.stop()
-        self._cache.restart()
+        self._profiler.stop()
         regrouped = self._membership.regroup(order)
         self._runner.drop_steps()
         self._voter = Voter(order.generation, max(order.work_number, self._voter.last_work))
@@ -145,6 +143,7 @@ class RankWorker:
         if self._left:
             self._keep(set())
             self._forget_freed()
+            self._profiler.stop()
         else:
             self._membership.enter(order.generation, order.live, order.placement)
             self._voter, self._idle = Voter(order.generation, self._voter.last_work), False
@@ -324,6 +323,7 @@ class RankWorker:
             elif kind == "regroup":
                 self._regroup = message.regroup
                 self._keep(set(message.regroup.kept))
+                self._cache.restart()  # now: who watches the new generation may follow at once
             elif kind == "forget_lost":
                 self._lost_kv.forget()
             elif kind == "shutdown":

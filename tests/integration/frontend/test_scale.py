@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -15,9 +18,14 @@ from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient
 from ep_server.errors import EpServerError
 from ep_server.orders import DropChange, PrepareWeights
+from ep_server.ranks import hosts
+from ep_server.ranks.board import Board
+from ep_server.ranks.process import NO_CALLBACKS
 from ep_server.records import RankLoad, RankStatistics
+from ep_server.v1.rank_pb2 import ToRank
 from tests.support.losing import ASKED, WAIT, losing, run_all, seen
 from tests.support.models.perturbed import perturbed
+from tests.support.ranks.cache_mirror import CacheMirror
 
 
 async def test_ranks_join_and_leave_while_requests_run() -> None:
@@ -178,3 +186,75 @@ async def test_new_ranks_become_what_the_old_ones_were(
         info = await client.server_info()
         assert list(info.live_ranks) == [1, 2] and dict(info.ranks_out) == {0: "held out by an operator"}
         assert list((await client.scale()).live) == [0, 1, 2]
+
+
+async def test_subscribers_follow_the_cache_of_a_rank_that_joins_leaves_and_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It reads the orders to regroup and to report its cache at once."""
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
+    async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
+        engine, send = lost.server.engine, Board.send
+
+        def together(board: Board, rank: int, message: ToRank) -> None:
+            kind = message.WhichOneof("kind")
+            if kind == "regroup":
+                lost.signal(rank, signal.SIGSTOP)
+            send(board, rank, message)
+            if kind == "watch_cache":
+                lost.signal(rank, signal.SIGCONT)
+
+        monkeypatch.setattr(Board, "send", together)
+        mirrors = [CacheMirror() for _ in range(3)]
+        async with engine.subscribe_kv_events() as subscription, asyncio.timeout(WAIT):
+
+            async def follow(condition: Callable[[CacheMirror], bool]) -> None:
+                while not condition(mirrors[2]):
+                    batch = await subscription.read()
+                    assert batch is not None
+                    mirrors[batch.rank].apply(batch)
+
+            for prompt in ([1, 5, 3, 7] * 8, [2, 9, 4, 6] * 8):
+                mirrors[2].complete = False
+                await client.scale(3)
+                await lost.client.complete(prompt, max_new_tokens=1, dp_rank=2)
+                await follow(lambda mirror: mirror.holds(tuple(prompt)))  # noqa: B023
+                assert mirrors[2].complete and len(mirrors[2].blocks) == 2
+                await client.scale(2)
+                await follow(lambda mirror: not mirror.blocks)
+            assert all(mirror.complete for mirror in mirrors[:2])
+
+
+async def test_a_profile_goes_on_though_ranks_leave_and_join(tmp_path: Path) -> None:
+    """The files are those of ranks that were there all the time. A rank that leaves writes its own."""
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
+    async with (
+        losing(profile__directory=str(tmp_path), **fields) as lost,
+        AsyncClient(lost.server.address) as client,
+    ):
+        engine = lost.server.engine
+        name = await engine.start_profile()
+        await client.scale(2, hold_out=[1])
+        written = sorted(path for path in tmp_path.iterdir() if "rank1" in path.name)
+        assert len(written) == 2 and all(path.stat().st_size for path in written)
+        files = [Path(file).name for file in await engine.stop_profile()]
+        assert files == [f"{name}-rank0.trace.json", f"{name}-rank0.steps.json"]
+
+
+async def test_a_process_that_starts_during_a_switch_of_weights_reads_the_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The switch comes between the choice of a process and its order to start."""
+    fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
+    async with losing(**fields) as lost:
+        host, sent = cast(Any, lost.group()._hosts).replacing, list[bytes]()
+
+        async def process(*_: Any) -> tuple[Any, None]:
+            host.use_weights("/new", 7)
+            return SimpleNamespace(send=sent.append), None
+
+        monkeypatch.setattr(hosts, "_process", process)
+        await host.replace(2, NO_CALLBACKS, range(3), None)
+        host.kv.leave(2, lost=False)
+        start = ToRank.FromString(sent[0]).start
+        assert start.weights_version == 7 and json.loads(start.config_json)["model.path"] == "/new"

@@ -16,6 +16,7 @@ from ep_server.ranks import generations
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.generations import Generations
 from ep_server.ranks.process import NO_CALLBACKS
+from ep_server.ranks.scaling import scale
 from ep_server.ranks.signs import Kind, Sign
 from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
@@ -123,7 +124,7 @@ async def test_a_process_that_does_not_start_is_tried_again(monkeypatch: pytest.
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(hosts, "replace", refuse)
-    monkeypatch.setattr(made, "change", lambda live: asyncio.sleep(3600))
+    monkeypatch.setattr(made, "change", lambda joins: asyncio.sleep(3600))
     monkeypatch.setattr(generations, "AGAIN_SECONDS", 0.01)
     with pytest.raises(StartupError, match=r"no process can be started as rank 2: .*Too many open files"):
         await made.join([2])
@@ -210,6 +211,65 @@ async def test_who_shall_not_join_is_let_go() -> None:
         await asyncio.wait_for(joining, 30)
 
 
+async def test_one_that_is_held_out_while_it_loads_does_not_join() -> None:
+    """The call of Scale ends it; nothing else changes."""
+    board, hosts, made = group()
+    made.wanted |= {2}
+    joining = asyncio.ensure_future(made.join([2]))
+    await until(lambda: 2 in board.processes)
+    assert await scale(made, 0, frozenset({2}), 3, []) == 0.0
+    assert hosts.started[0].ended.is_set() and 2 not in board.processes
+    board.heard.set()
+    with pytest.raises(Unavailable, match="were lost while they started"):
+        await asyncio.wait_for(joining, 30)
+    assert made.live == made.wanted == {0, 1}
+
+
+async def test_one_that_is_held_out_before_its_turn_does_not_join() -> None:
+    board, _, made = group()
+    made.wanted |= {2}
+    await made._changing.acquire()  # another change runs
+    joining = asyncio.ensure_future(made.join([2]))
+    await until(lambda: 2 in board.processes)
+    board.ready[2] = ready(2)
+    board.heard.set()
+    await until(lambda: made._changing._waiters)
+    made.wanted -= {2}
+    made._changing.release()
+    assert await asyncio.wait_for(joining, 30) == 0.0 and made.live == {0, 1}
+
+
+async def test_changes_that_meet_undo_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins before the first has ended, and keeps the rank that it lets join."""
+    board, _, made = four_ranks()
+    lose(board, 1, 3)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: []))
+    await until(lambda: {1, 3} <= made._joining)
+    board.ready[3] = ready(3)
+    board.heard.set()
+    await asyncio.wait_for(restarting, 30)
+    await made.stop()
+    made.live = frozenset({0, 2})
+    made._joining |= {1, 3}
+    gate, switched = asyncio.Event(), list[tuple[set[int], set[int]]]()
+
+    async def give(*_: Any) -> None:
+        await gate.wait()
+
+    async def switch(change: int, before: frozenset[int], target: frozenset[int], _: Any) -> float:
+        switched.append((set(before), set(target)))
+        made.live = target
+        return 0.0
+
+    monkeypatch.setattr(made.orders, "give", give)
+    monkeypatch.setattr(made, "_switch", switch)
+    changes = [asyncio.ensure_future(made.change(joins=[rank])) for rank in (3, 1)]
+    await until(lambda: made._changing._waiters)
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(*changes), 30)
+    assert switched == [({0, 2}, {0, 2, 3}), ({0, 2, 3}, {0, 1, 2, 3})]
+
+
 async def test_one_of_two_lost_ranks_joins_later() -> None:
     """The others go on as soon as one is there again."""
     board, hosts, made = four_ranks()
@@ -222,12 +282,12 @@ async def test_one_of_two_lost_ranks_joins_later() -> None:
     assert made.live == {0, 2, 3} == {each.rank for each in restarted.ready}
     assert restarted.kept == {0, 2}
     assert made.placement is not None and made.placement.slots_per_rank == 3
-    joins: list[set[int]] = []
-    made.change = lambda live: joins.append(set(live)) or asyncio.sleep(3600)  # type: ignore[method-assign]
+    record: list[list[int]] = []
+    made.change = lambda joins: record.append(list(joins)) or asyncio.sleep(3600)  # type: ignore[method-assign]
     board.ready[1] = ready(1)
     board.heard.set()
-    await until(lambda: joins)
-    assert joins == [{0, 1, 2, 3}]
+    await until(lambda: record)
+    assert record == [[1]]
     assert [process.rank for process in hosts.started] == [1, 3], "the same processes"
     await made.stop()
 

@@ -12,30 +12,45 @@ from ep_server.ranks.scaling import scale
 from ep_server.records import RankReady
 from ep_server.scheduler.placement import Placement
 
+OFTEN = "lost 2 times within 600 s"
+
 
 class Group:
-    """Ranks 0 and 1 of 4 experts each. late: a rank is lost after the switch, else before it."""
+    """Ranks 0 and 1 of 4 experts each.
 
-    def __init__(self, *, late: bool = False, slots: int = 4) -> None:
+    late: a rank is lost after the switch, else before it. often: one that was lost too often.
+    """
+
+    def __init__(self, *, late: bool = False, slots: int = 4, often: int | None = None) -> None:
         self.live = self.wanted = frozenset({0, 1})
         self.held, self.out = frozenset[int](), dict[int, str]()
         held = (*range(4), *range(4))[: 2 * slots]
         self.placement = Placement(4, slots, (held,), ((1,) * 4 + (0,) * (2 * slots - 4),))
-        self._late = late
+        self._late, self._often = late, often
 
     async def join(self, ranks: Collection[int]) -> float:
         raise AssertionError(ranks)
 
     async def let_go(self, ranks: Collection[int]) -> None:
-        assert not ranks, "none has been started"
+        assert self.wanted.isdisjoint(ranks) or not ranks, "none has been started"
 
     def bring_back(self) -> None:
         assert self.wanted == frozenset({0, 1})
 
-    async def change(self, live: Collection[int]) -> float:
+    async def change(self, *, leaves: Collection[int]) -> float:
         if self._late:
-            self.live = frozenset(live)
+            self.live -= set(leaves)
+        if self._often is not None:
+            self.out[self._often] = OFTEN
         raise Unavailable("a rank was lost")
+
+
+async def test_a_change_that_fails_forgets_no_loss() -> None:
+    """A rank that was lost too often meanwhile stays out."""
+    group: Any = Group(often=0)
+    with pytest.raises(Unavailable):
+        await scale(group, 0, frozenset({1}), 2, [])
+    assert group.out == {0: OFTEN} and not group.held
 
 
 @pytest.mark.parametrize("late", [False, True])
