@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ep_server.errors import CheckpointError
-from ep_server.ranks.background import NICE, run_behind
+from ep_server.ranks.background import BEHIND, BESIDE, run_behind, yield_cores
 
 
 def niceness() -> int:
@@ -26,7 +26,24 @@ def test_work_behind_and_its_threads_yield_the_cores() -> None:
         return "done"
 
     assert run_behind(work) == "done"
-    assert found == [NICE, NICE] and niceness() == before
+    assert found == [BEHIND, BEHIND] and niceness() == before
+
+
+def test_a_thread_beside_steps_yields_less() -> None:
+    """A step may have to wait for it: both need the interpreter's lock. No thread gets a higher priority."""
+    found = list[int]()
+
+    def run() -> None:
+        yield_cores()
+        found.append(niceness())
+        yield_cores(BEHIND)
+        yield_cores()
+        found.append(niceness())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [max(BESIDE, niceness()), BEHIND]
 
 
 def test_an_error_behind_is_raised() -> None:
