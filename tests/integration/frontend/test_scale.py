@@ -188,7 +188,7 @@ async def test_new_ranks_become_what_the_old_ones_were(
         assert list((await client.scale()).live) == [0, 1, 2]
 
 
-async def test_subscribers_follow_the_cache_of_a_rank_that_joins_leaves_and_returns(
+async def test_subscribers_follow_a_rank_that_leaves_and_returns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It reads the orders to regroup and to report its cache at once."""
@@ -241,7 +241,7 @@ async def test_a_profile_goes_on_though_ranks_leave_and_join(tmp_path: Path) -> 
         assert files == [f"{name}-rank0.trace.json", f"{name}-rank0.steps.json"]
 
 
-async def test_a_process_that_starts_during_a_switch_of_weights_reads_the_new_ones(
+async def test_a_process_that_starts_in_a_switch_has_new_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The switch comes between the choice of a process and its order to start."""
