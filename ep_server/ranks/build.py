@@ -121,7 +121,7 @@ def build_rank(
     with ThreadPoolExecutor(1, "vocabulary") as beside:
         masks_made = beside.submit(_masks, config, model_spec, start.threads)
         load = partial(load_model, params, progress, shadow)
-        behind = start.joins and on_cpu  # ranks that serve use the same cores
+        behind = start.joins and not start.awaited and on_cpu  # ranks that serve use the same cores
         model = run_behind(load) if behind else load()
         masks = masks_made.result()
     loader = SlotLoader(model, shadow)

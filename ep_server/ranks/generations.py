@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ep_server.errors import EpServerError, StartupError, Unavailable
 from ep_server.orders import DropChange, PrepareGeneration, SwitchChange
@@ -161,7 +162,7 @@ class Generations:
         Those that are not ready by then join later. Returns: the others; incomplete if a rank is lost.
         """
         board, loading = self._board, set(dead)
-        await self._start(loading - self._joining)
+        await self._start(loading - self._joining, awaited=True)
         while loading & self._without(loading)[0]:
             await board.until(
                 lambda: (
@@ -223,18 +224,18 @@ class Generations:
         self._ending.difference_update(ranks)
         self._joining.difference_update(ranks)
 
-    async def _start(self, ranks: Collection[int]) -> None:
-        """Starts processes that load, and take part from a Regroup on. Raises: StartupError."""
+    async def _start(self, ranks: Collection[int], *, awaited: bool = False) -> None:
+        """Starts processes. awaited: as Replacing.replace(). Raises: StartupError."""
         await self._board.reap(self._timing.kill)
         self._counted -= set(ranks)  # a start that fails counts as a loss
+        live, start = sorted(self.live | set(ranks)), partial(self._replacing.replace, awaited=awaited)
         for rank in sorted(ranks):
             self._joining.add(rank)
             loads = self.placement
-            live = self.live | set(ranks)
             if rank not in self.live and loads is not None:
                 loads = next_placement(loads, live, **self._joined) or loads
             try:
-                made = await self._replacing.replace(rank, self._callbacks, sorted(live), loads)
+                made = await start(rank, self._callbacks, live, loads)
             except OSError as error:
                 self._joining.discard(rank)
                 raise StartupError(f"no process can be started as rank {rank}: {error}") from error

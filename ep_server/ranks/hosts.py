@@ -112,11 +112,18 @@ class Replacing(Protocol):
         ...
 
     async def replace(
-        self, rank: int, callbacks: RankCallbacks, live: Sequence[int], placement: Placement | None
+        self,
+        rank: int,
+        callbacks: RankCallbacks,
+        live: Sequence[int],
+        placement: Placement | None,
+        *,
+        awaited: bool,
     ) -> Rank:
         """Starts a rank without a process. It takes part from a Regroup on. Raises: OSError.
 
         live, placement: that it will probably have then: it loads accordingly.
+        awaited: the others wait for it.
         """
         ...
 
@@ -203,14 +210,20 @@ class OneHost:
             self._standby.fill()
 
     async def replace(
-        self, rank: int, callbacks: RankCallbacks, live: Sequence[int], placement: Placement | None
+        self,
+        rank: int,
+        callbacks: RankCallbacks,
+        live: Sequence[int],
+        placement: Placement | None,
+        *,
+        awaited: bool,
     ) -> Rank:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
         shared = self._shared
         process, inside = await _process(self._local, rank, shared, callbacks, self._standby)
         start = _start(self._local, rank, shared, live, placement)  # of the weights in force by now
-        start.joins = True
+        start.joins, start.awaited = True, awaited
         if inside is not None:
             start.handover = inside
         process.send(pb.ToRank(start=start).SerializeToString())

@@ -45,7 +45,7 @@ class ToRank(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ..., forget_lost: _Optional[_Union[ForgetLost, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "placement", "live", "weights_version", "handover", "shadow_fd", "kv_fd", "kv_place")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "awaited", "placement", "live", "weights_version", "handover", "shadow_fd", "kv_fd", "kv_place")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Start(_message.Message):
     BELLS_FIELD_NUMBER: _ClassVar[int]
     OUTLIVES_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +72,7 @@ class Start(_message.Message):
     bells: _containers.RepeatedScalarFieldContainer[int]
     outlives: bool
     joins: bool
+    awaited: bool
     placement: Placement
     live: _containers.RepeatedScalarFieldContainer[int]
     weights_version: int
@@ -78,7 +80,7 @@ class Start(_message.Message):
     shadow_fd: int
     kv_fd: int
     kv_place: int
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., handover: _Optional[int] = ..., shadow_fd: _Optional[int] = ..., kv_fd: _Optional[int] = ..., kv_place: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., awaited: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., handover: _Optional[int] = ..., shadow_fd: _Optional[int] = ..., kv_fd: _Optional[int] = ..., kv_place: _Optional[int] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("num_experts", "slots_per_rank", "layers")

@@ -122,10 +122,10 @@ async def test_a_scale_without_a_new_process_changes_nothing(monkeypatch: pytest
         assert hosts is not None
         replace = hosts.replace
 
-        async def first(rank: int, *rest: Any) -> Any:
+        async def first(rank: int, *rest: Any, **how: Any) -> Any:
             if rank == 3:
                 raise OSError(24, "Too many open files")
-            return await replace(rank, *rest)
+            return await replace(rank, *rest, **how)
 
         with monkeypatch.context() as patch:
             patch.setattr(hosts, "replace", first)
@@ -160,7 +160,7 @@ async def test_new_ranks_become_what_the_old_ones_were(
 ) -> None:
     """All ranks are lost at once. If no process can take a place, all start: rank 0 leaves again, 2 joins."""
 
-    async def replace(*_: object) -> None:
+    async def replace(*_: object, **__: object) -> None:
         raise OSError("no process")
 
     fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
@@ -254,7 +254,7 @@ async def test_a_process_that_starts_in_a_switch_has_new_weights(
             return SimpleNamespace(send=sent.append), None
 
         monkeypatch.setattr(hosts, "_process", process)
-        await host.replace(2, NO_CALLBACKS, range(3), None)
+        await host.replace(2, NO_CALLBACKS, range(3), None, awaited=False)
         host.kv.leave(2, lost=False)
         start = ToRank.FromString(sent[0]).start
         assert start.weights_version == 7 and json.loads(start.config_json)["model.path"] == "/new"

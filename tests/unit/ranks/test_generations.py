@@ -43,17 +43,21 @@ class Process:
 
 
 class Hosts:
-    """started: ranks, in order. heard: of their processes."""
+    """started: ranks, in order. awaited: whether the others wait for each. heard: of their processes."""
 
     def __init__(self) -> None:
         spares = SimpleNamespace(lacking_bytes=lambda live: 0)
         self.plan = SimpleNamespace(placement=PLACEMENT, spares=spares)
         self.kv = KvMemory()
         self.started: list[Process] = []
+        self.awaited: list[bool] = []
         self.heard: Callable[[int, bytes], None] = lambda rank, payload: None
 
-    async def replace(self, rank: int, callbacks: Any, live: Sequence[int], placement: Any) -> Process:
+    async def replace(
+        self, rank: int, callbacks: Any, live: Sequence[int], placement: Any, *, awaited: bool
+    ) -> Process:
         await asyncio.sleep(0)
+        self.awaited.append(awaited)
         self.started.append(Process(rank, self.heard))
         return self.started[-1]
 
@@ -120,7 +124,7 @@ async def test_a_process_that_does_not_start_is_tried_again(monkeypatch: pytest.
     _, hosts, made = group()
     replace = hosts.replace
 
-    async def refuse(*_: Any) -> Process:
+    async def refuse(*_: Any, **__: Any) -> Process:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(hosts, "replace", refuse)
@@ -169,7 +173,7 @@ async def test_two_joins_start_one_process() -> None:
     await until(lambda: 2 in board.processes)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert [process.rank for process in hosts.started] == [2]
+    assert [process.rank for process in hosts.started] == [2] and hosts.awaited == [False]
     for each in joins:
         each.cancel()
     await asyncio.wait(joins)
@@ -289,6 +293,7 @@ async def test_one_of_two_lost_ranks_joins_later() -> None:
     await until(lambda: record)
     assert record == [[1]]
     assert [process.rank for process in hosts.started] == [1, 3], "the same processes"
+    assert hosts.awaited == [True, True], "neither yields the cores to ranks that wait"
     await made.stop()
 
 
@@ -365,7 +370,7 @@ async def test_a_rank_that_does_not_join_holds_up_no_other(monkeypatch: pytest.M
 
 
 async def test_without_a_new_process_all_ranks_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def replace(*_: Any) -> Process:
+    async def replace(*_: Any, **__: Any) -> Process:
         raise OSError("no process")
 
     board, hosts, made = four_ranks()
