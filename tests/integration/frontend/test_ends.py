@@ -369,9 +369,10 @@ async def test_a_token_and_an_end_that_cross_a_cancel_are_dropped() -> None:
 async def test_the_deadline_of_the_request() -> None:
     async with serving() as served:
         served.ranks.hold()
-        error = await failure(served.client.generate([1], deadline_ms=200))
-        assert error.code() is Code.DEADLINE_EXCEEDED
-        assert trailers(error)["epserver-error"] == "DeadlineExceeded"
+        while not served.heard.admitted:  # again if it passed on the way
+            error = await failure(served.client.generate([1], deadline_ms=200))
+            assert error.code() is Code.DEADLINE_EXCEEDED
+            assert trailers(error)["epserver-error"] == "DeadlineExceeded"
         served.ranks.release()
         await served.idle()
         assert [summary.status for summary in served.heard.finished] == ["DEADLINE_EXCEEDED"]
@@ -395,11 +396,17 @@ async def test_a_deadline_counts_from_arrival(monkeypatch: pytest.MonkeyPatch) -
 async def test_the_deadline_of_the_call() -> None:
     async with serving() as served:
         served.ranks.hold()
-        error = await failure(served.client.generate([1], timeout=0.2, deadline_ms=60_000))
-        assert error.code() is Code.DEADLINE_EXCEEDED
+        ends = list[str]()
+        while (
+            "DEADLINE_EXCEEDED" not in ends
+        ):  # again if it was not admitted, or the caller's clock was first
+            error = await failure(served.client.generate([1], timeout=0.2, deadline_ms=60_000))
+            assert error.code() is Code.DEADLINE_EXCEEDED
+            await served.until(lambda: len(served.heard.finished) == served.heard.admitted)
+            ends = [summary.status for summary in served.heard.finished]
         served.ranks.release()
         await served.idle()
-        assert [summary.status for summary in served.heard.finished] == ["DEADLINE_EXCEEDED"]
+        assert set(ends) <= {"DEADLINE_EXCEEDED", "CANCELLED"}
         served.ranks.check_integrity(idle=True)
 
 
