@@ -17,7 +17,7 @@ from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.restarting import RestartingRanks
 from tests.support.frontend import Recorder
 from tests.support.ranks.rank_group import greedy
-from tests.support.ranks.serving import serving
+from tests.support.ranks.serving import begun, longest, serving
 from tests.support.raw_client import Output, RawClient
 
 RANKS = 4
@@ -62,6 +62,10 @@ class Losing:
         async with asyncio.timeout(WAIT):
             while not condition():
                 await asyncio.sleep(0.001)
+
+    async def begun(self, asked: list[dict[str, Any]], tokens: int) -> asyncio.Task[list[Output]]:
+        """Requests that run, one of them with so many tokens."""
+        return await begun(lambda: run_all(self.client, asked), lambda: longest(self.server.engine) >= tokens)
 
     async def recovered(self, times: int, *, everyone: bool = True) -> None:
         """Until the server has recovered so often in all, and serves with all ranks again."""

@@ -23,6 +23,7 @@ from ep_server.ranks.launcher import RankProcesses
 from ep_server.scheduler.balance import imbalance, rank_rows
 from ep_server.scheduler.placement_file import placement_values
 from tests.support.frontend import Recorder
+from tests.support.ranks.serving import begun, longest
 from tests.support.raw_client import RawClient
 
 RANKS, STREAMS, NEW, WAIT = 3, 4, 40, 300.0
@@ -84,14 +85,6 @@ async def tokens(client: RawClient, new: int = NEW) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-async def kill_a_rank_that_runs_streams(client: RawClient) -> None:
-    async with asyncio.timeout(WAIT):
-        while not (busy := [rank.rank for rank in (await client.loads()).ranks if rank.running]):
-            await asyncio.sleep(0.02)
-    pids = {rank.rank: rank.pid for rank in (await client.server_info()).rank_info}
-    os.kill(pids[busy[-1]], signal.SIGKILL)
-
-
 @pytest.mark.asyncio
 async def test_streams_across_moves_keep_their_tokens(tmp_path: Path) -> None:
     """Also across a loss afterwards. Another server starts with the placement that was reached."""
@@ -122,8 +115,9 @@ async def test_streams_across_moves_keep_their_tokens(tmp_path: Path) -> None:
         target = ["--address", server.address]
         shown = await asyncio.to_thread(run_command, "placement", "--export", str(file), *target)
         assert "16 experts in 8 slots on each of ranks 0, 1, 2" in shown
-        streams = asyncio.create_task(tokens(client, LONG))
-        await kill_a_rank_that_runs_streams(client)
+        pids = {rank.rank: rank.pid for rank in (await client.server_info()).rank_info}
+        streams = await begun(lambda: tokens(client, LONG), lambda: longest(server.engine) > 0)
+        os.kill(pids[max(active.rank for active in server.engine._requests)], signal.SIGKILL)
         assert await streams == long
         assert heard.recovered
     async with serving(Moves(), **{"resilience.placement": str(file)}) as (server, client):

@@ -15,6 +15,7 @@ from grpc.aio import AioRpcError
 
 from tests.support.losing import ASKED, NEW, RANKS, WAIT, Losing, losing, run_all, seen
 from tests.support.ranks.fatal_add_rank import FATAL
+from tests.support.ranks.serving import begun
 
 Loss = Callable[[Losing, random.Random], Awaitable[None]]
 
@@ -61,11 +62,8 @@ async def killed_twice(losing: Losing, draw: random.Random) -> None:
 async def lose(losing: Losing, loss: Loss, draw: random.Random, expected: list[Any]) -> None:
     """Loses ranks while all requests run, and compares what they give."""
     before = len(losing.heard.recovered)
-    running = asyncio.ensure_future(run_all(losing.client, ASKED))
     tokens = draw.randrange(1, NEW - 60)
-    await losing.until(
-        lambda: max((len(a.output) for a in losing.server.engine._requests), default=0) >= tokens
-    )
+    running = await losing.begun(ASKED, tokens)
     await asyncio.sleep(draw.uniform(0.0, 0.01))
     await loss(losing, draw)
     async with asyncio.timeout(WAIT):
@@ -108,8 +106,7 @@ async def test_the_others_go_on_and_a_rank_that_fails_twice_stays_out() -> None:
     async with losing(resilience__rank_losses=2) as lost:
         engine, group = lost.server.engine, lost.group()
         expected = [seen(output) for output in await run_all(lost.client, ASKED)]
-        running = asyncio.ensure_future(run_all(lost.client, ASKED))
-        await lost.until(lambda: max((len(a.output) for a in engine._requests), default=0) >= 10)
+        running = await lost.begun(ASKED, 10)
         lost.signal(3)
         await lost.until(lambda: lost.group().live == {0, 1, 2} and len(lost.heard.recovered) == 1)
         assert {active.rank for active in engine._requests} <= {0, 1, 2}
@@ -160,8 +157,8 @@ async def test_a_request_that_is_fatal_to_add_ends_alone() -> None:
     async with losing(module="tests.support.ranks.fatal_add_rank", **fields) as lost:
         asked = ASKED[:1] + ASKED[2:4]
         expected = [seen(output) for output in await run_all(lost.client, asked)]
-        running = asyncio.ensure_future(run_all(lost.client, asked))
-        await lost.until(lambda: len(lost.server.engine._requests) >= 4)
+        requests = lost.server.engine._requests
+        running = await begun(lambda: run_all(lost.client, asked), lambda: len(requests) >= 4)
         with pytest.raises(AioRpcError, match="; 3 ranks were lost while they worked on it") as caught:
             await lost.client.complete(list(FATAL), max_new_tokens=4, timeout=WAIT)
         assert caught.value.code() is StatusCode.UNAVAILABLE

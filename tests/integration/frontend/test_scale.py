@@ -26,6 +26,7 @@ from ep_server.v1.rank_pb2 import ToRank
 from tests.support.losing import ASKED, WAIT, losing, run_all, seen
 from tests.support.models.perturbed import perturbed
 from tests.support.ranks.cache_mirror import CacheMirror
+from tests.support.ranks.serving import begun
 
 
 async def test_ranks_join_and_leave_while_requests_run() -> None:
@@ -39,8 +40,7 @@ async def test_ranks_join_and_leave_while_requests_run() -> None:
             [({"ranks": 2}, {0, 1}), ({"ranks": 3, "hold_out": [0]}, {1, 2, 3})],
             [({"ranks": 4}, {0, 1, 2, 3})],
         ):
-            running = asyncio.ensure_future(run_all(lost.client, ASKED))
-            await lost.until(lambda: max((len(a.output) for a in engine._requests), default=0) >= 5)
+            running = await lost.begun(ASKED, 5)
             for asked, live in steps:
                 done = await client.scale(**asked)
                 assert set(done.live) == lost.group().live == live
@@ -70,10 +70,12 @@ async def test_calls_of_scale_do_not_meet() -> None:
         with pytest.raises(EpServerError, match=r"hold_out = 3: must be 0 to 2"):
             await client.scale(hold_out=[0, 3, 70])
         first = asyncio.ensure_future(client.scale(3))
-        await lost.until(lambda: len(lost.group().pids) == 3)
+        await lost.until(lambda: 2 in lost.group()._board.processes)
+        lost.signal(2, signal.SIGSTOP)  # else it may have joined before the second call
         with pytest.raises(EpServerError, match="another call of Scale"):
             await client.scale(2)
         first.cancel()
+        lost.signal(2, signal.SIGCONT)
         await lost.until(lambda: lost.group().live == {0, 1, 2})
         await lost.until(lost.group()._scaling.done)  # type: ignore[union-attr]
         assert list((await client.scale(2, hold_out=[0])).live) == [1, 2]
@@ -141,8 +143,8 @@ async def test_an_update_and_a_scale_take_turns(tmp_path: Path) -> None:
     other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
     fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
     async with losing(model__updates="/", **fields) as lost, AsyncClient(lost.server.address) as client:
-        running = asyncio.ensure_future(run_all(lost.client, ASKED[:4]))
-        await lost.until(lambda: len(lost.server.engine._requests) >= 4)
+        requests = lost.server.engine._requests
+        running = await begun(lambda: run_all(lost.client, ASKED[:4]), lambda: len(requests) >= 4)
         done, updated = await asyncio.gather(client.scale(3), client.update_weights(str(other)))
         assert list(done.live) == [0, 1, 2] and updated.version == 1
         updated, done = await asyncio.gather(client.update_weights(str(DEMO_MODEL)), client.scale(2))
@@ -172,9 +174,7 @@ async def test_new_ranks_become_what_the_old_ones_were(
         after = lost.server.engine.rank_statistics[1].counters
         run, split = (after[name] - before[name] for name in ("run_steps", "overlap_steps"))
         assert 0 < split < run, "rank 1 tries both ways"
-        old, requests = lost.group(), lost.server.engine._requests
-        running = asyncio.ensure_future(run_all(lost.client, ASKED))
-        await lost.until(lambda: max((len(a.output) for a in requests), default=0) >= 5)
+        old, running = lost.group(), await lost.begun(ASKED, 5)
         if not in_place:
             monkeypatch.setattr(old._generations._replacing, "replace", replace)
         for rank in (1, 2):

@@ -5,7 +5,6 @@ The oracle is an undisturbed run.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 
@@ -25,8 +24,7 @@ SHADOW = {"resilience__shadow": "on", "model__updates": "/"}
 async def lose(lost: Losing, rank: int, expected: list[object]) -> None:
     """Kills a rank while requests run, and waits for the one that takes its place."""
     before = len(lost.heard.recovered)
-    running = asyncio.ensure_future(run_all(lost.client, SOME))
-    await lost.until(lambda: max((len(a.output) for a in lost.server.engine._requests), default=0) >= 20)
+    running = await lost.begun(SOME, 20)
     lost.signal(rank)
     assert [seen(output) for output in await running] == expected
     await lost.recovered(before + 1)

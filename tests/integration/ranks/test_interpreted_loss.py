@@ -63,8 +63,7 @@ async def test_no_output_changes() -> None:
 async def test_no_output_changes_without_any_rank() -> None:
     async with serving(configured(), INTERPRETED) as served:
         expected, group = [seen(output) for output in await served.run(requests())], served.group
-        running, waiting = asyncio.ensure_future(served.run(requests())), served.server.engine._requests
-        await served.until(lambda: max((len(one.output) for one in waiting), default=0) >= NEW // 2)
+        running = await served.begun(requests(), NEW // 2)
         for process in list(group._board.processes.values()):
             process.signal(signal.SIGKILL)
         assert [seen(output) for output in await running] == expected
@@ -84,8 +83,7 @@ async def test_ranks_leave_and_join() -> None:
     async with serving(configured(), INTERPRETED) as served, AsyncClient(served.server.address) as client:
         expected = [seen(output) for output in await served.run(requests())]
         for asked, live in steps:
-            running, waiting = asyncio.ensure_future(served.run(requests())), served.server.engine._requests
-            await served.until(lambda: max((len(one.output) for one in waiting), default=0) >= NEW // 3)  # noqa: B023
+            running = await served.begun(requests(), NEW // 3)
             assert set((await client.scale(**asked)).live) == served.group.live == live
             assert [seen(output) for output in await running] == expected
         assert not served.heard.lost and not served.heard.recovered
@@ -122,8 +120,7 @@ async def test_new_weights_are_those_of_a_new_server(shadow: str, tmp_path: Path
     async with serving(configured(model__path=str(other)), INTERPRETED) as served:
         expected = [seen(output) for output in await served.run(requests())]
     async with serving(configured(resilience__shadow=shadow, model__updates="/"), INTERPRETED) as served:
-        running = asyncio.ensure_future(served.run(requests()))
-        await served.until(lambda: any(len(one.output) > 2 for one in served.server.engine._requests))
+        running = await served.begun(requests(), 3)
         request = control_pb2.UpdateWeightsRequest(path=str(other))
         assert (await served.client.control.UpdateWeights(request, timeout=WAIT)).version == 1
         assert [len(output.token_ids) for output in await running] == [NEW] * len(ASKED)

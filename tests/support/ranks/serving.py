@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ep_server.config import Config
+from ep_server.engine.engine import Engine
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
 from ep_server.ranks.hosts import WORKER
@@ -19,6 +20,26 @@ from tests.support.frontend import Recorder
 from tests.support.raw_client import Output, RawClient
 
 WAIT = 240.0
+T = TypeVar("T")
+
+
+def longest(engine: Engine) -> int:
+    """Tokens of the longest output that runs."""
+    return max((len(active.output) for active in engine._requests), default=0)
+
+
+async def begun(
+    start: Callable[[], Coroutine[Any, Any, T]], condition: Callable[[], bool]
+) -> asyncio.Task[T]:
+    """Starts requests and waits for the condition; starts them again if all ended before anyone saw it."""
+    async with asyncio.timeout(WAIT):
+        while True:
+            running = asyncio.create_task(start())
+            while not running.done():
+                if condition():
+                    return running
+                await asyncio.sleep(0.001)
+            running.result()
 
 
 @dataclass
@@ -44,15 +65,16 @@ class Serving:
         calls = [self.client.complete(one["token_ids"], **_rest(one), timeout=WAIT) for one in asked]
         return list(await asyncio.gather(*calls))
 
+    async def begun(self, asked: Sequence[dict[str, Any]], tokens: int) -> asyncio.Task[list[Output]]:
+        """Requests that run, one of them with so many tokens."""
+        return await begun(lambda: self.run(asked), lambda: longest(self.server.engine) >= tokens)
+
     async def lose(
         self, rank: int, after: int, asked: Sequence[dict[str, Any]], number: signal.Signals = signal.SIGKILL
     ) -> list[Output]:
         """Runs requests, ends a rank once one of them has so many tokens, and waits until all serve again."""
         recovered = len(self.heard.recovered)
-        running = asyncio.ensure_future(self.run(asked))
-        await self.until(
-            lambda: max((len(one.output) for one in self.server.engine._requests), default=0) >= after
-        )
+        running = await self.begun(asked, after)
         everyone, process = self.group.live, self.group._board.processes[rank]
         process.signal(number)
         outputs = await running
