@@ -20,7 +20,8 @@ def main() -> None:
     channel = RankChannel(socket.socket(fileno=int(sys.argv[sys.argv.index("--channel") + 1])))
     (first,) = channel.wait()
     start = pb.ToRank.FromString(first).start
-    fault = json.loads(start.config_json)["model.name"]
+    config = json.loads(start.config_json)
+    fault, deadline = config["model.name"], config["exchange.timeout_seconds"]
     if fault == "deaf":  # to shutdown and SIGTERM
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if fault in ("deaf", "garbage-later", "times-out", "hangs", "busy"):
@@ -39,7 +40,7 @@ def main() -> None:
             message = pb.ToRank.FromString(payload)
             if message.WhichOneof("kind") == "shutdown":
                 sys.exit(0)
-            time.sleep(2.0)
+            time.sleep(3 * deadline)
             freed = pb.Freed(number=message.add.request.number)
             channel.send(pb.FromRank(freed=freed).SerializeToString())
     if fault == "exits":  # and closes its channel at the same moment
