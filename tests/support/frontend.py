@@ -149,6 +149,17 @@ async def serving(
     assert len(heard.finished) == heard.admitted
 
 
+async def parked(server: Server) -> None:
+    """Until the newest report of every rank says that it has done all that was submitted."""
+    engine = server.engine
+    async with asyncio.timeout(WAIT):
+        while True:
+            found = [each.counters.get("parked_at_work") for each in engine.rank_statistics.values()]
+            if found == [engine.statistics().submitted] * engine.num_ranks:
+                return
+            await asyncio.sleep(0.01)
+
+
 async def failure(call: Any) -> aio.AioRpcError:
     """The error that a call ends with."""
     try:

@@ -17,7 +17,7 @@ from ep_server.config import Config
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
 from ep_server.ranks.launcher import RankProcesses
-from tests.support.frontend import WAIT
+from tests.support.frontend import WAIT, parked
 from tests.support.raw_client import RawClient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,13 +37,8 @@ class Demo:
 
     async def tokens_run(self) -> int:
         """Tokens that rank 0 ran, once both ranks have parked."""
-        async with asyncio.timeout(WAIT):
-            while True:
-                reported = self.server.engine.rank_statistics
-                parked = [reported[rank].counters.get("parked_at_work") for rank in sorted(reported)]
-                if parked == [self.server.engine.statistics().submitted] * 2:
-                    return reported[0].counters["tokens"]
-                await asyncio.sleep(0.01)
+        await parked(self.server)
+        return self.server.engine.rank_statistics[0].counters["tokens"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

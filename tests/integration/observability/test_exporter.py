@@ -21,6 +21,7 @@ from ep_server.config import Config
 from ep_server.observability.metrics import FAULTS
 from ep_server.v1.control_pb2 import UpdateWeightsRequest
 from ep_server.v1.decode_pb2_grpc import DecodeStub
+from tests.support.frontend import parked
 from tests.support.observability.reports import Series, series, value
 from tests.support.raw_client import RawClient
 
@@ -167,6 +168,8 @@ async def test_every_exported_series_moves(app: App) -> None:
             await client.complete(prompt, temperature=-1.0)
         await watch.until(lambda found: value(found, "epserver_cancel_to_free_seconds_count") > 0)
         await watch.until(lambda found: _total(found, "epserver_rank_running") == 0)
+        await parked(app.server)  # the reports of both ranks count the same steps
+        await watch.scrape()
         _check_sums(watch.last, outputs_tokens=sum(len(output.token_ids) for output in outputs))
         await _end_unread(client, watch)
         await client.control.UpdateWeights(UpdateWeightsRequest(path=str(DEMO_MODEL)))
