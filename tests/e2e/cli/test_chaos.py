@@ -135,9 +135,18 @@ async def test_losses_on_either_side_of_a_hand_off(capfd: pytest.CaptureFixture[
         assert await chaos(decode, *arguments) == 0
         report = json.loads(capfd.readouterr().out)
         assert report["good"] and report["exact"] and report["faults"]["kill"] == 3
-        async with AsyncClient(decode.address) as client, PrefillDecode(prefill.address, client) as pair:
-            output = await (await pair.generate([*range(10)] * 4, max_new_tokens=4)).read()
-        assert output.finished is not None and output.finished.usage.cached_tokens == 39  # it still works
+        cached = 0
+        async with (
+            asyncio.timeout(WAIT),
+            AsyncClient(decode.address) as client,
+            PrefillDecode(prefill.address, client, handle_seconds=WAIT) as pair,
+        ):
+            while cached < 39:  # it still works; again if a busy machine looked like silence
+                stream = await pair.generate([*range(10)] * 4, max_new_tokens=4, bypass_prefix_cache=True)
+                output = await stream.read()
+                assert output.finished is not None
+                cached = output.finished.usage.cached_tokens
+        assert cached == 39
 
 
 @pytest.mark.slow

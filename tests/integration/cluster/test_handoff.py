@@ -24,6 +24,7 @@ OPTIONS = (
     *("--model-dtype", "float32", "--exchange-reduction", "source", "--scheduler-max-step-tokens", "16"),
     *("--resilience-max-losses", "100", "--exchange-timeout-seconds", "30"),
 )
+PATIENT = ("--handoff-silence-seconds", "60", "--handoff-stall-seconds", "60")  # with a busy machine
 FIELDS: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -86,7 +87,7 @@ async def test_ranks_of_every_node_send_and_fetch(transport: str) -> None:
     if why := namespaces.missing():
         pytest.skip(why)
     with Hosts(NODES) as hosts:
-        async with both(hosts, "--handoff-transport", transport) as (prefill, decode):
+        async with both(hosts, "--handoff-transport", transport, *PATIENT) as (prefill, decode):
             found = await handed_off(prefill, decode)
         assert len(found["pairs"]) == NODES * NODES
         assert found["paths"] == {"shared_memory": 2, transport: 2}
@@ -115,9 +116,9 @@ async def test_losses_of_ranks_and_nodes_end_no_stream() -> None:
     """On the loopback: a rank of each node is killed, then a node that is not the first of either server."""
     needs("system")
     async with (
-        both() as (prefill, decode),
+        both(None, *PATIENT) as (prefill, decode),
         AsyncClient(decode.started[0].address) as client,
-        PrefillDecode(prefill.started[0].address, client, handle_seconds=2.0) as handing,
+        PrefillDecode(prefill.started[0].address, client, handle_seconds=60.0) as handing,
     ):
         over = asyncio.Event()
         over.set()

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from ep_server.v1 import control_pb2, decode_pb2
 from tests.support.fabric.fabric_ends import needs
-from tests.support.frontend import WAIT, Code, failure
+from tests.support.frontend import WAIT, Code, failure, parked
 from tests.support.handoff.servers import (
     MODEL,
     Running,
@@ -40,13 +40,15 @@ SEEDED = {"max_new_tokens": 9, "ignore_eos": True, "temperature": 1.0, "seed": 7
 PENALTIES = {**SEEDED, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 GRAMMAR = {"max_new_tokens": 9, "temperature": 1.0, "seed": 3, "regex": "[0-9]{4}"}
 
+PATIENT = {"handoff__silence_seconds": 60.0, "handoff__stall_seconds": 60.0}  # with a busy machine
+
 Pair = tuple[Running, Running]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def servers() -> AsyncIterator[Pair]:
     """Rank counts and block sizes differ."""
-    async with pair({"parallel__ranks": 2}, {"scheduler__block_size": 7}) as both:
+    async with pair({"parallel__ranks": 2, **PATIENT}, {"scheduler__block_size": 7, **PATIENT}) as both:
         yield both
 
 
@@ -111,7 +113,7 @@ async def test_blocks_of_other_caches_move(name: str) -> None:
     """With a window of 24 tokens in some layers, and of latent attention. The oracle: transformers."""
     case = next(each for each in CASES if each.name == name)
     tiny = await asyncio.to_thread(checkpoint, case)
-    options = {"model__path": str(tiny.path)}
+    options = {"model__path": str(tiny.path), **PATIENT}
     async with pair(options, {**options, "scheduler__block_size": 7}) as (prefill, decode):
         for ids, expected in zip(tiny.prompts, tiny.tokens, strict=True):
             call = {**GREEDY, "max_new_tokens": len(expected)}
@@ -194,6 +196,7 @@ async def test_what_does_not_fit_is_named(servers: Pair) -> None:
 
 async def test_other_weights_are_not_used(servers: Pair) -> None:
     prefill, decode = servers
+    await parked(prefill.server)
     ids, before = prompt(90), await used(prefill)
     handle = await held(prefill, ids)
     handle.weights = "0" * 32
@@ -205,7 +208,7 @@ async def test_other_weights_are_not_used(servers: Pair) -> None:
 async def test_weights_that_replace_files_are_told_apart(tmp_path: Path) -> None:
     """Both servers read one directory, whose files change. One side updates, then the other."""
     path = shutil.copytree(MODEL, tmp_path / "model")
-    options = {"model__path": str(path), "model__updates": "/"}
+    options = {"model__path": str(path), "model__updates": "/", **PATIENT}
     async with pair(options, options) as (prefill, decode):
         fetched = [(await continued(decode, prompt(0), await held(prefill, prompt(0)), **GREEDY))]
         for file in perturbed(MODEL, tmp_path / "other", share=1.0).glob("*.safetensors"):
@@ -278,6 +281,7 @@ async def test_blocks_that_nobody_needs_are_freed(servers: Pair) -> None:
     ids = prompt(100)
     await decode.client.complete(ids, timeout=WAIT, **GREEDY)
     for fields in (GREEDY, {**GREEDY, "prompt_logprobs": 0}):
+        await parked(prefill.server)
         before = await used(prefill)
         handle = await held(prefill, ids)
         await continued(decode, ids, handle, **fields)
@@ -289,7 +293,7 @@ async def test_blocks_that_nobody_needs_are_freed(servers: Pair) -> None:
 async def test_blocks_move_over_libfabric() -> None:
     """On the loopback, as between hosts: while the prefill runs, and after it."""
     needs("system")
-    network = {"handoff__transport": "libfabric", "fabric__address": "127.0.0.1"}
+    network = {"handoff__transport": "libfabric", "fabric__address": "127.0.0.1", **PATIENT}
     async with pair(network, {**network, "scheduler__block_size": 7}) as (prefill, decode):
         ids = prompt(0) * 4
         alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
