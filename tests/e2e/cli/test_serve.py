@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from grpc.aio import AioRpcError
 from grpc_health.v1 import health_pb2
 
 import ep_server
@@ -118,14 +120,32 @@ async def test_serve_answer_cancel_drain() -> None:
         assert code == 0
 
 
+async def amid(client: RawClient, **fields: Any) -> tuple[list[Any], Any, psutil.Process]:
+    """A stream that has more to come.
+
+    Returns: the events that were read, the call, the stream's rank, which is stopped.
+    """
+    rank = psutil.Process(next(one.pid for one in (await client.server_info()).rank_info if one.rank == 0))
+    async with asyncio.timeout(WAIT):
+        while True:
+            call = client.generate("1+1=", dp_rank=0, **fields)
+            events = [await next_event(call) for _ in range(2)]
+            rank.suspend()
+            for _ in range(2):  # by the second answer, the server has read all that the rank had sent
+                loads = await client.loads()
+            if loads.in_flight:
+                return events, call, rank
+            rank.resume()
+
+
 async def test_a_killed_rank_is_replaced_and_its_stream_continues() -> None:
     async with served("--exchange-reduction", "source") as (process, client):
         fields = {"seed": 1, "max_new_tokens": 400, "ignore_eos": True, "timeout": WAIT}
         undisturbed = await client.complete("1+1=", **fields)
-        call = client.generate("1+1=", **fields)
-        await next_event(call)
-        process.ranks[0].kill()
-        tokens = [token for event in await rest(call) for token in event.tokens.token_ids]
+        events, call, rank = await amid(client, **fields)
+        rank.kill()
+        events += await rest(call)
+        tokens = [token for event in events for token in event.tokens.token_ids]
         assert tokens == undisturbed.token_ids
         process.inner.send_signal(signal.SIGTERM)
         code, log = await process.end()
@@ -134,10 +154,9 @@ async def test_a_killed_rank_is_replaced_and_its_stream_continues() -> None:
 
 async def test_a_killed_rank_ends_everything_if_told_to() -> None:
     async with served("--resilience-on-rank-loss", "stop") as (process, client):
-        call = client.generate("1+1=", ignore_eos=True, timeout=WAIT)
-        await next_event(call)
         ranks = process.ranks
-        ranks[0].kill()
+        _, call, rank = await amid(client, ignore_eos=True, timeout=WAIT)
+        rank.kill()
         error = await failure(call)
         assert error.code() is Code.UNAVAILABLE and "was lost: killed by SIGKILL" in error.details()
         code, log = await process.end()
@@ -166,17 +185,31 @@ async def test_a_worker_that_cannot_start_says_why_in_one_line(missing: str, tmp
     assert "Traceback" not in err
 
 
+async def end(call: Any) -> Code:
+    with suppress(AioRpcError):
+        async with asyncio.timeout(WAIT):
+            await rest(call)
+    return await call.code()
+
+
 async def test_callers_of_a_stopped_server_are_told() -> None:
     async with served() as (process, _):
-        target = Target(process.address, keepalive_seconds=1.0, keepalive_timeout_seconds=1.0)
-        async with RawClient(target) as client:
-            watch = client.health.Watch(health_pb2.HealthCheckRequest())  # silent
-            stream = client.generate("12+30=", ignore_eos=True, max_new_tokens=2000)  # with data on its way
-            for call in (watch, stream, stream):
-                await next_event(call)
-            process.inner.send_signal(signal.SIGSTOP)
-            for call in (watch, stream):
-                assert (await failure(call)).code() is Code.UNAVAILABLE
+        # The second time is for a stream that ended before the signal, or a server that was held up.
+        for seconds in (1.0, 10.0):
+            target = Target(process.address, keepalive_seconds=1.0, keepalive_timeout_seconds=seconds)
+            async with RawClient(target) as client:
+                watch = client.health.Watch(health_pb2.HealthCheckRequest())  # silent
+                fields = {"ignore_eos": True, "max_new_tokens": 2000}
+                stream = client.generate("12+30=", **fields)  # with data on its way
+                with suppress(AioRpcError):
+                    for call in (watch, stream, stream):
+                        await next_event(call)
+                process.inner.send_signal(signal.SIGSTOP)
+                ends = [await end(call) for call in (watch, stream)]
+            process.inner.send_signal(signal.SIGCONT)
+            if ends == [Code.UNAVAILABLE] * 2:
+                break
+        assert ends == [Code.UNAVAILABLE] * 2
 
 
 def test_a_server_takes_the_pings_of_a_client() -> None:
