@@ -45,7 +45,7 @@ def test_a_killed_rank_times_out_its_peers_within_the_deadline(
     op: str, phase: str, noticed: tuple[str, str]
 ) -> None:
     kill = Fault(rank=1, op=op, phase=phase, action=Action.KILL, epoch=3)
-    ended = run_outcomes(operations, 3, spec_of(3, SECOND), 30, args=((kill,), 20))
+    ended = run_outcomes(operations, 3, spec_of(3, 2 * SECOND), 30, args=((kill,), 20))
     assert ended[1].exitcode == -signal.SIGKILL
     assert_noticed([ended[0], ended[2]], *noticed, 1)
 
@@ -64,7 +64,7 @@ def test_masking_goes_on_without_a_killed_rank() -> None:
 
 def test_a_dropped_header_names_the_peer_that_did_not_send_it() -> None:
     drop = Fault(rank=2, op="combine", phase="send_header", action=Action.DROP, epoch=2, peer=0)
-    ended = run_outcomes(operations, 3, spec_of(3, SECOND), 30, args=((drop, *later_than_rank_0(3)), 8))
+    ended = run_outcomes(operations, 3, spec_of(3, 3 * SECOND), 30, args=((drop, *later_than_rank_0(3)), 8))
     assert_noticed([ended[0]], "combine", "recv_header", 2)
     assert isinstance(ended[0].error, PeerTimeout)
     assert ended[0].error.expected == 2
@@ -76,7 +76,7 @@ def test_dropped_ack_stops_the_sender_before_it_overwrites() -> None:
     drop = Fault(rank=2, op="dispatch", phase="recv_consumed", action=Action.DROP, peer=0)
     first_reuse = 3  # of two banks
     late = later_than_rank_0(first_reuse)
-    ended = run_outcomes(operations, 3, spec_of(3, SECOND), 30, args=((drop, *late), 8))
+    ended = run_outcomes(operations, 3, spec_of(3, 3 * SECOND), 30, args=((drop, *late), 8))
     assert isinstance(ended[0].error, PeerTimeout)
     assert (ended[0].error.phase, ended[0].error.peer) == ("send_bank", 2)
 
@@ -115,9 +115,9 @@ def test_a_barrier_ends_when_the_heartbeat_of_a_peer_has_ended() -> None:
 
 def test_a_vote_has_the_deadline_of_all_waits() -> None:
     """Though the rank that hangs still beats, and though a beat would be believed in for an hour."""
-    with Ranks(hangs, 3, spec_of(3, 2 * SECOND), exchange_kwargs={"liveness_seconds": 3600.0}) as ranks:
+    with Ranks(hangs, 3, spec_of(3, 3 * SECOND), exchange_kwargs={"liveness_seconds": 3600.0}) as ranks:
         for rank in (0, 2):
-            assert ranks.message(rank, 15) == "ended"  # ten deadlines would be 20 s
+            assert ranks.message(rank, 25) == "ended"  # ten deadlines would be 30 s
         ranks.tell(1, "go on")
         ended = ranks.join(30)
     assert_noticed([ended[0], ended[2]], "vote", "gather", 1)

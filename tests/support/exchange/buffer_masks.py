@@ -122,7 +122,7 @@ def shrink(group: dist.ProcessGroup, device: str, killed: bool, losses: Lost) ->
     Args:
         killed: they die, instead of taking no part any more.
     """
-    user = User(group, device=device, enable_shrink=True, timeout_seconds=1.0)
+    user = User(group, device=device, enable_shrink=True, timeout_seconds=2.0)
     user.pair("uniform", 0, Payload.BF16)
     lost, first = losses.ranks, losses.ranks - {losses.at_combine}
     dist.barrier(group)  # nobody leaves while a peer still wants an answer

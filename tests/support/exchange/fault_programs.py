@@ -58,6 +58,7 @@ def operation(exchange: HostExchange, step: int, tokens: int = TOKENS) -> None:
 
 
 def operations(exchange: HostExchange, faults: tuple[Fault, ...], count: int) -> tuple[object, ...]:
+    exchange.barrier()  # ranks that started late are waited for before any deadline counts
     exchange.group.set_faults(faults)
     for step in range(count):
         operation(exchange, step)
@@ -78,7 +79,7 @@ def assert_noticed(survivors: list[Outcome], op: str, phase: str, peer: int) -> 
 def later_than_rank_0(epoch: int) -> tuple[Fault, ...]:
     """Ranks 1 and 2 begin to wait in this dispatch well after rank 0, whose deadline then passes first."""
     return tuple(
-        Fault(rank, "dispatch", "send_rows", Action.DELAY, epoch=epoch, delay_ns=SECOND // 2)
+        Fault(rank, "dispatch", "send_rows", Action.DELAY, epoch=epoch, delay_ns=2 * SECOND)
         for rank in (1, 2)
     )
 

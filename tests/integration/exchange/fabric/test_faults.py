@@ -38,7 +38,7 @@ def test_a_killed_rank_is_named_by_every_survivor(library: str, op: str, tmp_pat
     ended = run_outcomes(
         programs.operations,
         3,
-        spec_of(3, SECOND),
+        spec_of(3, 2 * SECOND),
         30,
         args=((kill,), 20),
         ends=ends(tmp_path, 3, loopback(library)),
@@ -65,7 +65,7 @@ def test_masking_goes_on_without_a_killed_rank(three: list[FabricEnd]) -> None:
     ended = run_outcomes(
         programs.operations,
         3,
-        spec_of(3, SECOND // 2),
+        spec_of(3, 2 * SECOND),
         30,
         args=((kill,), 20),
         exchange_kwargs=options,
@@ -80,7 +80,7 @@ def test_masking_goes_on_without_a_killed_rank(three: list[FabricEnd]) -> None:
 def test_a_dropped_header_names_the_peer_and_tells_it_so(three: list[FabricEnd]) -> None:
     drop = Fault(rank=2, op="combine", phase="send_header", action=Action.DROP, epoch=2, peer=0)
     faults = (drop, *later_than_rank_0(3))
-    ended = run_outcomes(programs.operations, 3, spec_of(3, SECOND), 30, args=(faults, 8), ends=three)
+    ended = run_outcomes(programs.operations, 3, spec_of(3, 3 * SECOND), 30, args=(faults, 8), ends=three)
     error = ended[0].error
     assert isinstance(error, PeerTimeout)
     assert (error.op, error.phase, error.peer, error.expected) == ("combine", "recv_header", 2, 2)
@@ -92,7 +92,7 @@ def test_a_dropped_header_names_the_peer_and_tells_it_so(three: list[FabricEnd])
 def test_dropped_ack_stops_the_sender_before_it_overwrites(three: list[FabricEnd]) -> None:
     drop = Fault(rank=2, op="dispatch", phase="recv_consumed", action=Action.DROP, peer=0)
     faults = (drop, *later_than_rank_0(3))
-    ended = run_outcomes(programs.operations, 3, spec_of(3, SECOND), 30, args=(faults, 8), ends=three)
+    ended = run_outcomes(programs.operations, 3, spec_of(3, 3 * SECOND), 30, args=(faults, 8), ends=three)
     assert isinstance(ended[0].error, PeerTimeout)
     assert (ended[0].error.phase, ended[0].error.peer) == ("send_bank", 2)
 
