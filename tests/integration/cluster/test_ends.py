@@ -28,6 +28,8 @@ from tests.support.frontend import Code, failure, next_event, rest
 from tests.support.raw_client import RawClient
 
 STOP = ("--resilience-on-rank-loss", "stop")
+# Its peer may notice before the node that has the process.
+KILLED = r"(killed by SIGKILL|rank 0 lost peer 1 in )"
 
 
 @pytest.fixture(autouse=True)
@@ -205,16 +207,24 @@ async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
             for call in calls:
                 error = await failure(call)
                 assert error.code() is Code.UNAVAILABLE
-                assert error.details() == "rank 1 was lost: killed by SIGKILL"
+                assert re.match(f"rank 1 was lost: {KILLED}", error.details()), error.details()
         assert [await server.end() for server in servers] == [1, 1]
-        assert servers[1].said("the server has ended: rank 1 was lost: killed by SIGKILL")
+        assert servers[1].said(f"the server has ended: rank 1 was lost: {KILLED}")
         assert left(processes) == []
 
 
 @pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
 async def test_a_stopped_rank_of_another_node_is_named(busy: bool) -> None:
     """Not one that waited for it, nor any other of its node."""
-    async with serving(ranks=2, options=(*STOP, "--exchange-timeout-seconds", "3")) as servers:
+    for seconds in (3, 12):  # the second one if a busy machine has held up another rank for as long
+        if await names_a_stopped_rank(busy, seconds):
+            return
+    raise AssertionError("another rank was lost")
+
+
+async def names_a_stopped_rank(busy: bool, seconds: int) -> bool:
+    """seconds: hang timeout. Returns: whether it is the one that was lost."""
+    async with serving(ranks=2, options=(*STOP, "--exchange-timeout-seconds", str(seconds))) as servers:
         stopped = servers[1].ranks[1]
         async with streams(*servers, new_tokens=2000 if busy else 10) as calls:
             if not busy:
@@ -222,14 +232,19 @@ async def test_a_stopped_rank_of_another_node_is_named(busy: bool) -> None:
                     await rest(call)
             stopped.suspend()
             await servers[0].until(lambda: servers[0].said("rank . was lost"))
+            if not servers[0].said("rank 3 was lost"):
+                stopped.resume()
+                return False
             if busy:
                 for call in calls:
                     details = (await failure(call)).details()
                     waited = "rank . timed out in|rank . lost peer 3 in"
                     assert re.match(f"rank 3 was lost: ({waited}|was stopped) ", details), details
         assert [await server.end() for server in servers] == [1, 1]
-        assert servers[0].said("rank 3 was lost: (rank .|did not answer for 3 s|was stopped by a signal)")
+        silent = f"did not answer for {seconds} s"
+        assert servers[0].said(f"rank 3 was lost: (rank .|{silent}|was stopped by a signal)")
         assert servers[1].said("the server has ended: rank 3 was lost: ")
+    return True
 
 
 async def test_a_rendezvous_in_use_is_one_line() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shutil
 import signal
 import socket
@@ -278,12 +279,16 @@ async def test_node_0_alone_warns_of_unread_keys(tmp_path: Path, caplog: pytest.
 
 
 async def test_nodes_that_do_not_come_are_named_with_the_last_refusal() -> None:
-    async with rendezvous(cluster__connect_seconds=2.0) as meeting, asyncio.timeout(WAIT):
-        await meeting.refused(replace(meeting.claim(2), version="0"))
-        async with meeting.join(meeting.claim(1)):
-            with pytest.raises(StartupError) as caught:
-                await meeting.waiting
-    assert str(caught.value).startswith("node 2 did not join within 2 s (refused: node 2: version 0, ")
+    for seconds in (2.0, 15.0):  # the second one if a busy machine has let the first one pass
+        async with rendezvous(cluster__connect_seconds=seconds) as meeting, asyncio.timeout(WAIT):
+            await meeting.refused(replace(meeting.claim(2), version="0"))
+            async with meeting.join(meeting.claim(1)):
+                with pytest.raises(StartupError) as caught:
+                    await meeting.waiting
+        if not str(caught.value).startswith("nodes 1, 2 "):
+            break
+    expected = f"node 2 did not join within {seconds:g} s (refused: node 2: version 0, "
+    assert str(caught.value).startswith(expected)
 
 
 async def test_a_refusal_that_beats_the_first_write_is_still_named() -> None:
@@ -306,7 +311,8 @@ async def test_a_leader_that_never_comes_is_named() -> None:
         claim = meeting.claim(1)
         nowhere = replace(meeting, place=NodePlace(1, NODES, "127.0.0.1", free_port()))
         message = await nowhere.refused(claim, cluster__connect_seconds=1.0)
-    assert message.startswith(f"node 0 at {nowhere.place.address} was not reached in 1 s: UNAVAILABLE: ")
+    why = "(UNAVAILABLE: |it does not answer$)"
+    assert re.match(f"node 0 at {nowhere.place.address} was not reached in 1 s: {why}", message), message
 
 
 async def test_a_node_that_is_early_waits_for_the_leader() -> None:
@@ -405,23 +411,28 @@ async def test_a_busy_event_loop_is_no_silence_a_stopped_process_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Either loop is held up for three silences, and so is every thread that needs the interpreter."""
-    async with (
-        rendezvous(cluster__silent_seconds=1.0) as meeting,
-        asyncio.timeout(WAIT),
-        joined_process(meeting) as process,
-    ):
-        assert process.stdin is not None and process.stdout is not None
-        hold_up(3)
-        process.stdin.write(b"hold up\n")
-        assert await process.stdout.readline() == b"went on\n"
-        await asyncio.sleep(1.0)
-        process.stdin.write(b"reason\n")
-        assert await process.stdout.readline() == b"alive\n"
-        assert "joined=[1]" in repr(meeting.leader)
-        process.send_signal(signal.SIGSTOP)
-        while "joined=[]" not in repr(meeting.leader):
-            await asyncio.sleep(0.01)
-        assert "node 1 was silent for 1 s" in caplog.text
+    reason = b""
+    for seconds in (1, 5):  # the second one if a busy machine has stopped a process for as long as the first
+        async with (
+            rendezvous(cluster__silent_seconds=float(seconds)) as meeting,
+            asyncio.timeout(WAIT),
+            joined_process(meeting) as process,
+        ):
+            assert process.stdin is not None and process.stdout is not None
+            hold_up(3 * seconds)
+            process.stdin.write(b"hold up\n")
+            assert await process.stdout.readline() == b"went on\n"
+            await asyncio.sleep(seconds)
+            process.stdin.write(b"reason\n")
+            reason = await process.stdout.readline()
+            if reason != b"alive\n" or "joined=[1]" not in repr(meeting.leader):
+                continue
+            process.send_signal(signal.SIGSTOP)
+            while "joined=[]" not in repr(meeting.leader):
+                await asyncio.sleep(0.01)
+            assert f"node 1 was silent for {seconds} s" in caplog.text
+            return
+    raise AssertionError(reason)
 
 
 async def test_tokens_keep_strangers_out(tmp_path: Path) -> None:

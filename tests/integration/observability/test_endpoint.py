@@ -219,9 +219,7 @@ def test_closing_frees_the_port_and_may_be_repeated(registry: CollectorRegistry)
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The log, and a short time for connections."""
-    monkeypatch.setattr(metrics_endpoint, "CONNECTION_SECONDS", 0.5)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
@@ -233,8 +231,12 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_slow_connections_end_with_one_log_line(
-    endpoint: MetricsEndpoint, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    endpoint: MetricsEndpoint,
+    log: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(metrics_endpoint, "CONNECTION_SECONDS", 3.0)  # time to open them all
     slow = []
     for _ in range(2 * metrics_endpoint.MAX_CONNECTIONS):
         slow.append(socket.create_connection(("127.0.0.1", endpoint.port), timeout=30))
@@ -252,8 +254,12 @@ def test_slow_connections_end_with_one_log_line(
 
 
 def test_a_connection_that_trickles_ends_too(
-    endpoint: MetricsEndpoint, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    endpoint: MetricsEndpoint,
+    log: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(metrics_endpoint, "CONNECTION_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as slow:
         slow.send(b"GET /metrics HTTP/1.0\r\n")
 
