@@ -221,7 +221,9 @@ class OneHost:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
         shared = self._shared
-        process, inside = await _process(self._local, rank, shared, callbacks, self._standby)
+        process, inside = await _process(
+            self._local, rank, shared, callbacks, self._standby, imported=awaited
+        )
         start = _start(self._local, rank, shared, live, placement)  # of the weights in force by now
         start.joins, start.awaited = True, awaited
         if inside is not None:
@@ -313,12 +315,15 @@ async def _process(
     shared: SharedMemory,
     callbacks: RankCallbacks,
     standby: StandbyPool | None,
+    *,
+    imported: bool = False,
 ) -> tuple[RankProcess, int | None]:
     """One on standby, if there is one, else a new one. Raises: OSError.
 
+    imported: see StandbyPool.take(). A new process imports at the usual priority.
     Returns: it, and Start.handover if it was on standby.
     """
-    while standby is not None and (waiting := standby.take()) is not None:
+    while standby is not None and (waiting := standby.take(imported=imported)) is not None:
         try:
             return waiting.become(rank, callbacks, shared.descriptors), waiting.inside
         except OSError as error:

@@ -57,6 +57,9 @@ def serve(channel: RankChannel, choose: Choose | None = None, *, standby: bool =
         gc.disable()  # scanning freshly imported objects would cost a tenth of that second
         if standby:
             run_behind(partial(importlib.import_module, "ep_server.ranks.build"))
+            channel.send(
+                pb.FromRank(progress=pb.Progress(stage="import", done=1, total=1)).SerializeToString()
+            )
         import torch
 
         from ep_server.ranks.build import Front, build_rank

@@ -30,11 +30,15 @@ MAX_DESCRIPTORS = 250  # that a message of a Unix socket may carry, with a margi
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A process on standby. inside: number of its end of the socket, in the process."""
+    """A process on standby. inside: number of its end of the socket, in the process.
+
+    imported: it has imported all it needs, which takes long behind processes that are busy.
+    """
 
     process: RankProcess
     descriptors: socket.socket
     inside: int
+    imported: asyncio.Event
 
     def become(self, rank: int, callbacks: RankCallbacks, shared: Sequence[int]) -> RankProcess:
         """Hands over the descriptors of a group, and makes it one of its ranks.
@@ -76,10 +80,11 @@ class StandbyPool:
         if not self._closed.is_set() and (self._filling is None or self._filling.done()):
             self._filling = asyncio.get_running_loop().create_task(self._fill(self._wait))
 
-    def take(self) -> Waiting | None:
-        """One that waits; None if none does. fill() follows."""
+    def take(self, *, imported: bool = False) -> Waiting | None:
+        """One that waits, and maybe has imported all; None if none does. fill() follows."""
         self._wait = self._seconds
-        found = next((one for one in self._waiting if not one.process.exited.is_set()), None)
+        alive = (one for one in self._waiting if not one.process.exited.is_set())
+        found = next((one for one in alive if one.imported.is_set() or not imported), None)
         if found is not None:
             self._waiting.remove(found)
         return found
@@ -125,7 +130,8 @@ class StandbyPool:
 
     async def _start(self) -> Waiting:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        callbacks = replace(NO_CALLBACKS, on_exit=self._on_exit)
+        imported = asyncio.Event()
+        callbacks = replace(NO_CALLBACKS, on_exit=self._on_exit, on_frame=lambda *_: imported.set())
         with theirs:
             try:
                 process = await RankProcess.spawn(
@@ -134,7 +140,7 @@ class StandbyPool:
             except BaseException:
                 ours.close()
                 raise
-            return Waiting(process, ours, theirs.fileno())
+            return Waiting(process, ours, theirs.fileno(), imported)
 
 
 def receive(start: pb.Start) -> None:

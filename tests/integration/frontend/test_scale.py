@@ -249,7 +249,7 @@ async def test_a_process_that_starts_in_a_switch_has_new_weights(
     async with losing(**fields) as lost:
         host, sent = cast(Any, lost.group()._hosts).replacing, list[bytes]()
 
-        async def process(*_: Any) -> tuple[Any, None]:
+        async def process(*_: Any, **__: Any) -> tuple[Any, None]:
             host.use_weights("/new", 7)
             return SimpleNamespace(send=sent.append), None
 

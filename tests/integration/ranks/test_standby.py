@@ -108,6 +108,22 @@ async def test_one_that_died_unseen_becomes_no_rank(pool: StandbyPool, dead: int
     assert exits == [7]
 
 
+async def test_one_that_still_imports_is_not_for_those_who_wait(pool: StandbyPool) -> None:
+    """It imports behind all that is busy on its cores: a new process is sooner there."""
+    first, second = pool._waiting
+    async with asyncio.timeout(WAIT):
+        await first.imported.wait()
+        await second.imported.wait()
+        first.imported.clear()
+        assert pool.take(imported=True) is second
+        assert pool.take(imported=True) is None
+        assert pool.take() is first
+        for one in (first, second):
+            one.process.signal(signal.SIGKILL)
+            await one.process.exited.wait()
+            one.close()
+
+
 async def test_nothing_is_left_of_a_pool_that_is_closed(pool: StandbyPool) -> None:
     waiting = [one.process for one in pool._waiting]
     assert len(waiting) == 2
