@@ -292,12 +292,14 @@ class Generations:
         if lost:
             why = "".join(f"; rank {rank}: {self._failed[rank]}" for rank in lost if rank in self._failed)
             raise Unavailable(f"ranks {lost} were lost while they started{why}")
-        return await self.change(joins=ranks)
+        pause = await self.change(joins=ranks)
+        await self.let_go(ranks)  # one that was not wanted any more
+        return pause
 
     async def let_go(self, ranks: Collection[int]) -> None:
         """Ends those of these processes that load, or have loaded, and shall not take part after all."""
         async with self._places:
-            await self._end((set(ranks) & self._joining) - self.wanted)
+            await self._end((set(ranks) & self._joining) - self.wanted - self.live)
 
     async def change(self, joins: Collection[int] = (), leaves: Collection[int] = ()) -> float:
         """Has the ranks switch to others by vote, once changes before have ended.
@@ -311,8 +313,10 @@ class Generations:
             await self._until_over()
             before = self.live
             target = (before | (self.wanted & set(joins))) - set(leaves)
-            if not target or target == before:
+            if target == before:
                 return 0.0
+            if not target:
+                raise Unavailable("no rank that shall serve does")
             placement = self.placement and next_placement(self.placement, target, **self._joined)
             if placement is None:
                 raise Unavailable(f"{len(target)} ranks have too few expert slots (resilience.spare_slots)")
@@ -323,7 +327,7 @@ class Generations:
                 return bool(self._board.signs) or not self.over
 
             def incomplete() -> bool:
-                return disturbed() or not asked <= self.live | self._joining
+                return disturbed() or not asked <= self.live | self._joining - self._ending
 
             try:
                 await self.orders.give(asked, order, PREPARE_SECONDS, incomplete)
@@ -341,8 +345,7 @@ class Generations:
     ) -> float:
         """From here on the change stands: after a loss the ranks of `target` are regrouped."""
         began = time.monotonic()
-        self.generation += 1
-        self.live, self.placement = target, placement
+        self.generation, self.live, self.placement = self.generation + 1, target, placement
         self._joining -= target
         self._regrouped.clear()
         self.report()
@@ -351,16 +354,14 @@ class Generations:
             self._regroup(rank, target, placement, [])
             if self._board.watching:
                 self._board.send(rank, pb.ToRank(watch_cache=pb.WatchCache(on=True)))
+        leaving = [process for rank, process in self._board.processes.items() if rank in before - target]
         with self.orders.answers(before, SwitchChange(change), self._board.work_number) as answers:
-            await self._board.until(
-                lambda: (
-                    (set(answers) >= before and set(self._regrouped) >= target - before)
-                    or bool(self._board.signs)
-                    or not self.over
-                ),
-                SWITCH_SECONDS,
-                "they switch",
-            )
+
+            def switched() -> bool:
+                done = {*answers, *self._regrouped, *(one.rank for one in leaving if one.ended.is_set())}
+                return done >= before | target or bool(self._board.signs) or not self.over
+
+            await self._board.until(switched, SWITCH_SECONDS, "they switch")
         if self._board.signs or not self.over:
             raise Unavailable("a rank was lost while the ranks switched")
         pause = max((done.seconds for done in answers.values()), default=0.0)

@@ -302,7 +302,7 @@ async def _spawn_all(
 ) -> None:
     for rank in local_ranks(local.config):
         start = _start(local, rank, shared, range(num_ranks(local.config)), local.plan.placement)
-        process, inside = await _process(local, rank, shared, callbacks, standby)
+        process, inside = await _process(local, rank, shared, callbacks, standby, imported=True)
         started(process)
         if inside is not None:
             start.handover = inside

@@ -98,6 +98,7 @@ class RankWorker:
         """One step, or what follows where another rank failed; False once it was the last."""
         try:
             if self._left:
+                self._profiler.stop()
                 self.join()
             if self._regroup is not None:
                 self._rejoin(self._regroup)
@@ -143,7 +144,6 @@ class RankWorker:
         if self._left:
             self._keep(set())
             self._forget_freed()
-            self._profiler.stop()
         else:
             self._membership.enter(order.generation, order.live, order.placement)
             self._voter, self._idle = Voter(order.generation, self._voter.last_work), False

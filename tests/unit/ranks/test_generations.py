@@ -241,6 +241,61 @@ async def test_one_that_is_held_out_before_its_turn_does_not_join() -> None:
     made.wanted -= {2}
     made._changing.release()
     assert await asyncio.wait_for(joining, 30) == 0.0 and made.live == {0, 1}
+    assert 2 not in board.processes, "its memory is free"
+
+
+async def test_one_that_ends_while_the_others_prepare_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is let go, and its process takes a moment to end."""
+    _, _, made = four_ranks()
+    made.live, made._joining = frozenset({0, 1, 3}), {2}
+    gate = asyncio.Event()
+
+    async def give(*_: Any) -> None:
+        await gate.wait()
+
+    monkeypatch.setattr(made.orders, "give", give)
+    monkeypatch.setattr(made, "_switch", lambda *_: pytest.fail("they switched to it"))
+    changing = asyncio.ensure_future(made.change(joins=[2]))
+    await until(made._changing.locked)
+    made._ending.add(2)
+    gate.set()
+    with pytest.raises(Unavailable, match="a rank was lost meanwhile"):
+        await asyncio.wait_for(changing, 30)
+
+
+async def test_one_that_the_others_wait_for_is_not_let_go() -> None:
+    """It was live, is loading again, and an operator wants it out."""
+    board, _, made = four_ranks()
+    made._joining, made.wanted = {3}, frozenset({0, 1, 2})
+    await made.let_go([3])
+    assert 3 in board.processes
+
+
+async def test_the_last_ranks_do_not_leave() -> None:
+    _, _, made = four_ranks()
+    with pytest.raises(Unavailable, match="no rank that shall serve does"):
+        await made.change(leaves=range(4))
+    assert made.live == {0, 1, 2, 3}
+
+
+async def test_a_rank_that_dies_as_it_leaves_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests that it had continue at the others."""
+    board, _, made = four_ranks()
+    left: list[int] = []
+    made._listener.on_left = left.append  # type: ignore[method-assign]
+
+    async def give(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(made.orders, "give", give)
+    changing = asyncio.ensure_future(made.change(leaves=[3]))
+    await until(lambda: made.live == {0, 1, 2})
+    for rank in (0, 1, 2):
+        made._regrouped[rank] = 0.0  # as if they had answered
+    board.processes[3].signal(signal.SIGKILL)
+    board.heard.set()
+    await asyncio.wait_for(changing, 30)
+    assert left == [3] and 3 not in board.processes
 
 
 async def test_changes_that_meet_undo_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
