@@ -85,8 +85,10 @@ async def storm(client: RawClient, vocabulary: int, seconds: float, at_least: in
     return ends
 
 
-async def steps(ranks: FakeRanks) -> None:
-    """A step now and then: steps that take no time would leave no queue."""
+async def steps(ranks: FakeRanks, heard: Recorder) -> None:
+    """None until the queue has been full, then one now and then: else steps would leave no queue."""
+    while "RESOURCE_EXHAUSTED" not in heard.refused:
+        await asyncio.sleep(0)
     while True:
         for _ in range(40):
             await asyncio.sleep(0)
@@ -103,7 +105,7 @@ async def test_nothing_is_left_of_a_storm() -> None:
         await served.until(lambda: bool(served.heard.accept_waits))  # probes have their connection
         tasks, files = len(asyncio.all_tasks()), descriptors()
         served.ranks.hold()
-        stepping = asyncio.ensure_future(steps(served.ranks))
+        stepping = asyncio.ensure_future(steps(served.ranks, served.heard))
         ends = await storm(served.client, 257, seconds=0, at_least=1000)
         stepping.cancel()
         served.ranks.release()
