@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -232,7 +233,8 @@ async def test_a_profile_goes_on_though_ranks_leave_and_join(tmp_path: Path) -> 
         losing(profile__directory=str(tmp_path), **fields) as lost,
         AsyncClient(lost.server.address) as client,
     ):
-        engine = lost.server.engine
+        engine, generations = lost.server.engine, cast(Any, lost.group()._generations)
+        generations._timing = replace(generations._timing, grace=WAIT)  # for a busy machine to write files
         name = await engine.start_profile()
         await client.scale(2, hold_out=[1])
         written = sorted(path for path in tmp_path.iterdir() if "rank1" in path.name)
