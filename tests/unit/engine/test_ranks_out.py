@@ -84,7 +84,7 @@ def state(*live: int) -> GroupState:
 
 
 def up(registry: CollectorRegistry) -> set[str]:
-    """Ranks of which there is a series that says whether they serve."""
+    """Ranks with a series of epserver_ep_rank_up, whatever its value."""
     found = series(generate_latest(registry).decode())
     return {dict(labels)["rank"] for name, labels in found if name == "epserver_ep_rank_up"}
 
