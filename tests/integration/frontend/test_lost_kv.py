@@ -72,6 +72,8 @@ async def lose(
 
 
 async def lose_once(lost: Losing, count: int, expected: Sequence[object], asked: list[dict[str, Any]]) -> int:
+    """Prefix caches are empty before: the same requests have run, and a rank that has a block copies none."""
+    await lost.server.engine.flush_cache(WAIT)
     kv, before, phases = memory(lost), len(lost.heard.recovered), lost.server.engine._delivery.phases
     running = await lost.begun(asked, TOKENS)
     ranks = busiest(lost, count)
