@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 from grpc import aio
 
 from ep_server.client import Target
@@ -35,6 +36,12 @@ MODEL = ServedModel(
     experts_per_token=2,
 )
 NO_TOKENIZER = dataclasses.replace(MODEL, tokenizer=None)
+
+
+def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    """Messages from this level on, without those of gRPC about event loops of earlier tests."""
+    records = [each for each in caplog.records if each.levelno >= level]
+    return [each.getMessage() for each in records if "Event loop is closed" not in str(each.exc_info)]
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ep_server.config import ClusterConfig, GrpcConfig
 from ep_server.errors import Draining
 from ep_server.v1.decode_pb2_grpc import DecodeStub
 from tests.support.cluster.relay import relayed, relaying
-from tests.support.frontend import NO_TOKENIZER, WAIT, Code, failure, next_event, rest, trailers
+from tests.support.frontend import NO_TOKENIZER, WAIT, Code, failure, logged, next_event, rest, trailers
 from tests.support.raw_client import RawClient
 
 
@@ -198,8 +199,8 @@ async def test_a_node_whose_token_is_away_is_unavailable(
         token.unlink()
         for call in (both.node.client.generate([1]), both.node.client.loads()):
             assert (await failure(call)).code() is Code.UNAVAILABLE
-        errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-        assert len(errors) == 1 and errors[0].startswith("cluster.token_file = ")
+        (error,) = logged(caplog, logging.ERROR)
+        assert error.startswith("cluster.token_file = ")
         assert both.node.heard.ended[1:] == ["UNAVAILABLE"]
         token.write_text("ours\n")
         assert (await both.node.client.complete([1], max_new_tokens=1)).token_ids == [2]

@@ -31,6 +31,7 @@ from tests.support.frontend import (
     Code,
     Recorder,
     failure,
+    logged,
     next_event,
     rest,
     serving,
@@ -86,7 +87,7 @@ async def test_an_error_as_the_caller_leaves_is_no_fault(caplog: pytest.LogCaptu
         for call in (channel.unary_unary("/late/Unary"), channel.unary_stream("/late/Stream")):
             assert (await failure(call(b"", timeout=WAIT))).details() == "late"
     await server.stop(None)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert logged(caplog, logging.WARNING) == []
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
@@ -139,7 +140,7 @@ async def test_bytes_that_are_no_message(payload: bytes, caplog: pytest.LogCaptu
             assert error.code() is Code.INVALID_ARGUMENT
             size = f"'{len(payload)} bytes'"
             assert error.details() == f"request = {size}: must be a message of the method's type"
-        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+        assert logged(caplog, logging.ERROR) == []
 
 
 class RefusingRanks(FakeRanks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import ssl
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ep_server.testing.fake_ranks import FakeRanks
 from ep_server.v1.control_pb2 import GetLoadsRequest
 from ep_server.v1.control_pb2_grpc import ControlStub
 from tests.support.certificates import issue, make_certificates
-from tests.support.frontend import MODEL, Code, failure, next_event, rest, serving, trailers
+from tests.support.frontend import MODEL, Code, failure, logged, next_event, rest, serving, trailers
 from tests.support.raw_client import RawClient
 
 
@@ -211,8 +212,8 @@ async def test_removing_the_client_authority_revokes(
         target = dataclasses.replace(known, address=served.server.address)
         async with RawClient(target) as late:
             assert (await failure(late.loads())).code() is Code.UNAVAILABLE
-        errors = [record for record in caplog.records if record.levelname == "ERROR"]
-        assert len(errors) == 1 and "grpc.tls_client_ca" in errors[0].getMessage()
+        (error,) = logged(caplog, logging.ERROR)
+        assert "grpc.tls_client_ca" in error
         bundle.write_bytes(text)
         async with RawClient(target) as again:
             assert await again.loads()
