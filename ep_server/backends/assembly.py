@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -196,11 +196,16 @@ def _others(params: LoadParams, spec: ModelSpec, copied: Sequence[SlotMove]) -> 
 
 
 def load_experts(
-    model: RankModel, params: LoadParams, moves: Sequence[SlotMove], shadow: HostExperts | None = None
+    model: RankModel,
+    params: LoadParams,
+    moves: Sequence[SlotMove],
+    shadow: HostExperts | None = None,
+    told: Callable[[int], None] = lambda done: None,
 ) -> int:
     """Reads experts into slots that no rows are for meanwhile, in several threads.
 
     params: as the model was loaded, or of newer weights in force. shadow: as in load_model().
+    told: called in this thread with how many are read, but for those that the shadow has.
     Returns: how many the shadow had. Raises: CheckpointError, InternalError.
     """
     moves = [move for move in moves if model.spec.sparse_layers[move.layer]]
@@ -212,7 +217,7 @@ def load_experts(
     if compute.device.type == "cuda" and params.load_format != "dummy":
         threads = min(params.threads, MOST_READERS)
     with source_of(params, model.spec, compute.device) as source:
-        load_slots(source, model.spec, dtype, compute, model.weights, rest, threads)
+        load_slots(source, model.spec, dtype, compute, model.weights, rest, threads, told)
     return len(moves) - len(rest)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ep_server.backends.assembly import TORCH, LoadParams, RankModel, load_experts, source_of
@@ -36,10 +36,17 @@ class SlotLoader:
             with self._reading(params) as loader:
                 loader.load(loader.prefix(one.layer), [one.expert])
 
-    def __call__(self, params: LoadParams, moves: Sequence[SlotMove], *, beside: bool) -> int:
+    def __call__(
+        self,
+        params: LoadParams,
+        moves: Sequence[SlotMove],
+        *,
+        beside: bool,
+        told: Callable[[int], None] = lambda done: None,
+    ) -> int:
         """See ranks.experts.Load. Raises: CheckpointError, InternalError."""
         if not beside:
-            return load_experts(self._model, params, moves, self._shadow)
+            return load_experts(self._model, params, moves, self._shadow, told)
         sparse = self._model.spec.sparse_layers
         return sum(self._beside(params, move) for move in moves if sparse[move.layer])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ep_server.errors import StartupError
@@ -31,7 +32,7 @@ class LaunchTiming:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """start_stall, grace, kill: see LaunchTiming. answer: for a rank to regroup."""
+    """start_stall, grace, kill: see LaunchTiming. answer: longest silence of a rank that regroups."""
 
     start_stall: float
     grace: float
@@ -44,7 +45,8 @@ class Board:
     """What the launcher knows of its processes.
 
     signs: of a loss, not handled yet. dying: processes that have ended, and may still hold memory.
-    heard: set by every message and sign. work_number: the last one. watching: see Ranks.watch_cache().
+    heard: set by every message and sign. told: when a rank last reported that it loads, or is ready.
+    work_number: the last one. watching: see Ranks.watch_cache().
     """
 
     processes: dict[int, Rank] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class Board:
     signs: list[Sign] = field(default_factory=list)
     dying: list[Rank] = field(default_factory=list)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
+    told: dict[int, float] = field(default_factory=dict)
     work_number: int = 0
     watching: bool = False
 
@@ -81,11 +84,28 @@ class Board:
             raise StartupError(f"the process of rank {self.dying[0].rank} does not end")
 
     async def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        """Raises: StartupError after so many seconds without a message of any rank."""
-        while not condition():
-            self.heard.clear()
-            try:
-                async with asyncio.timeout(seconds):
+        """Raises: StartupError after so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    self.heard.clear()
                     await self.heard.wait()
-            except TimeoutError:
-                raise StartupError(f"ranks reported nothing for {seconds:g} s while {what}") from None
+        except TimeoutError:
+            raise StartupError(f"ranks have not answered for {seconds:g} s while {what}") from None
+
+    async def silent(
+        self, condition: Callable[[], bool], ranks: Callable[[], Collection[int]], seconds: float
+    ) -> list[int]:
+        """Waits for a condition that depends on ranks. Returns: those silent for so long; else none."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not condition():
+            told = {rank: max(began, self.told.get(rank, began)) for rank in ranks()}
+            until = min(told.values(), default=began) + seconds
+            if loop.time() >= until:
+                return sorted(rank for rank in told if told[rank] + seconds <= loop.time())
+            self.heard.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self.heard.wait()
+        return []

@@ -36,8 +36,18 @@ Planned = tuple[Placement, frozenset[int], np.ndarray]  # placement, live ranks,
 class Load(Protocol):
     """Reads experts into slots."""
 
-    def __call__(self, params: LoadParams, moves: Sequence[SlotMove], *, beside: bool) -> int:
-        """beside: slowly, beside steps that run. Returns: how many came from host memory."""
+    def __call__(
+        self,
+        params: LoadParams,
+        moves: Sequence[SlotMove],
+        *,
+        beside: bool,
+        told: Callable[[int], None] = ...,
+    ) -> int:
+        """beside: slowly, beside steps that run. told: called now and then with how many are read.
+
+        Returns: how many came from host memory.
+        """
         ...
 
 
@@ -84,12 +94,15 @@ class RankExperts:
         assert placement is not None
         return first_served(placement, self._params.rank, live)
 
-    def load(self, target: Placement, *, idle: bool) -> int:
+    def load(
+        self, target: Placement, *, idle: bool, told: Callable[[int, int], None] = lambda done, total: None
+    ) -> int:
         """Reads the experts that `target` gives this rank and that its slots lack.
 
         Args:
             idle: no step is in flight, so any slot may change, and whoever reads in the background ends.
                 Else only slots that do not serve now.
+            told: called in this thread, now and then, with how many are read, of how many.
         Returns: how many were read. Raises: CheckpointError; Unavailable for a slot in use, or if reading had
             to end.
         """
@@ -106,7 +119,11 @@ class RankExperts:
             for first in range(0, len(moves), at_once):
                 if self._hurry.is_set():
                     raise Unavailable("experts are read for a new generation instead")
-                copied += self._read(moves[first : first + at_once], beside)
+                copied += self._read(
+                    moves[first : first + at_once],
+                    beside,
+                    lambda done, before=first: told(before + done, len(moves)),  # type: ignore[misc]
+                )
             log.info(
                 "loaded %d experts in %.2f s, %d of them from the host shadow",
                 len(moves),
@@ -170,10 +187,10 @@ class RankExperts:
             if self.placement.serves[move.layer][first + move.slot]:
                 raise Unavailable(f"layer {move.layer}: slot {first + move.slot} serves an expert")
 
-    def _read(self, moves: Sequence[SlotMove], beside: bool) -> int:
+    def _read(self, moves: Sequence[SlotMove], beside: bool, told: Callable[[int], None]) -> int:
         for move in moves:
             self._held[move.layer][move.slot] = EMPTY
-        copied = self._load(self._params, moves, beside=beside)
+        copied = self._load(self._params, moves, beside=beside, told=told)
         for move in moves:
             self._held[move.layer][move.slot] = move.expert
         return copied

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 
-from ep_server.errors import EpServerError, StartupError, Unavailable
+from ep_server.errors import EpServerError, RankLost, StartupError, Unavailable
 from ep_server.orders import DropChange, PrepareGeneration, SwitchChange
+from ep_server.ranks.arrivals import Arrivals
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing, ended
 from ep_server.ranks.messages import placement_message
 from ep_server.ranks.own_orders import OwnOrders
 from ep_server.ranks.process import RankCallbacks
 from ep_server.ranks.protocol import GroupState, RankListener, Restarted
-from ep_server.ranks.signs import LossCount, Sign, loss_cause, lost_ranks
+from ep_server.ranks.signs import Kind, LossCount, Sign, loss_cause, lost_ranks
 from ep_server.scheduler.placement import Placement, has_copies
 from ep_server.scheduler.regroup import next_placement
 from ep_server.v1 import rank_pb2 as pb
@@ -47,8 +46,8 @@ class Generations:
         rank_losses: int,
     ) -> None:
         """rank_losses: of one rank within ten minutes, after which it stays out; 0 = it always returns."""
-        self._board, self._replacing, self._callbacks = board, replacing, callbacks
-        self._listener, self._timing, self._losses = listener, timing, LossCount(rank_losses)
+        self._board, self._replacing, self._listener = board, replacing, listener
+        self._timing, self._losses = timing, LossCount(rank_losses)
         self.live = frozenset(board.processes)
         self.placement = replacing.plan.placement
         self._joined = {"spread": True, "copies": has_copies(self.placement)}
@@ -57,10 +56,7 @@ class Generations:
         self.out: dict[int, str] = {}
         self.held: frozenset[int] = frozenset()  # out, as an operator wants
         self.over = True  # no regroup after a loss runs
-        self._ending: set[int] = set()  # their processes are expected to end
-        self._joining: set[int] = set()  # processes that load
-        self._stale: set[int] = set()  # of these, killed by us
-        self._failed: dict[int, str] = {}  # why processes were lost before they joined
+        self.arrivals = Arrivals(board, replacing, callbacks, timing)
         self._regrouped: dict[int, float] = {}  # rank: seconds for which it read experts
         self._counted: set[int] = set()
         self.orders = OwnOrders(board)
@@ -81,31 +77,19 @@ class Generations:
 
     def takes(self, sign: Sign) -> bool:
         """Handles the sign of a process that the others do not wait for; False for one of a live rank."""
-        if sign.rank in self._ending:
+        if sign.rank in self.arrivals.ending:
             return True
-        if sign.rank not in self._joining:
+        if sign.rank not in self.arrivals.loading:
             return sign.rank not in self.live
-        self._joining.discard(sign.rank)
-        if sign.rank in self._stale:
-            self._stale.discard(sign.rank)
-            return True
-        log.warning("rank %d was lost before it joined: %s", sign.rank, sign.error)
-        self._failed[sign.rank] = str(sign.error)
-        self.count([sign], {sign.rank})
-        self.report()
+        if self.arrivals.lost(sign):
+            self.count([sign], {sign.rank})
+            self.report()
         return True
 
     def on_regrouped(self, rank: int, message: pb.Regrouped) -> None:
         """A rank takes part in the generation."""
         if message.generation == self.generation:
             self._regrouped[rank] = message.load_seconds
-
-    def weights_changed(self) -> None:
-        """Processes that load read the old weights: others take their place."""
-        started = self._joining & set(self._board.processes)  # one that starts only now reads the new ones
-        self._stale |= started
-        for rank in started:
-            self._board.processes[rank].signal(signal.SIGKILL)
 
     def prepares(self, change: int, placement: Placement) -> None:
         """The engine has ordered another placement on the same ranks."""
@@ -128,8 +112,8 @@ class Generations:
             board.signs.clear()
             fresh = lost_ranks(signs) & self.live
             self.count(signs, fresh)
-            left_over = set(board.processes) - self._joining - (self.live - dead)
-            await self._end(fresh | left_over, fresh)
+            left_over = set(board.processes) - self.arrivals.loading - (self.live - dead)
+            await self.arrivals.end(fresh | left_over, fresh)
             for rank in fresh:
                 self._replacing.report_lost(rank, self.generation)
             dead |= fresh
@@ -137,9 +121,9 @@ class Generations:
             live, placement = self._without(dead)
             if dead & live:
                 there = await self._replaced(dead)
-                if board.signs or not dead <= self._joining:
+                if board.signs or not dead <= self.arrivals.loading:
                     continue
-                self._joining -= there
+                self.arrivals.loading -= there
                 new |= there
                 dead -= there
                 live, placement = self._without(dead)
@@ -147,14 +131,21 @@ class Generations:
             self._regrouped.clear()
             for rank in live:
                 self._regroup(rank, live, placement, [] if rank in new else awaited(rank))
-            await board.until(
-                lambda: set(self._regrouped) >= live or bool(board.signs),  # noqa: B023
-                self._timing.answer,
-                "they regroup",
-            )
+            await self._until_regrouped(live)
             if not board.signs:
                 return self._recovered(live, placement, new)
         raise StartupError("too many ranks are lost")
+
+    async def _until_regrouped(self, live: frozenset[int]) -> None:
+        """Or until there is a sign of another loss. A rank that reads experts reports that now and then."""
+
+        def over() -> bool:
+            return set(self._regrouped) >= live or bool(self._board.signs)
+
+        seconds = self._timing.answer
+        for rank in await self._board.silent(over, lambda: live - set(self._regrouped), seconds):
+            why = RankLost(f"reported nothing for {seconds:g} s while the ranks regroup")
+            self._board.signs.append(Sign(Kind.CLOSED, rank, why))
 
     async def _replaced(self, dead: Collection[int]) -> set[int]:
         """Starts processes in the place of lost ranks, and waits for as many as the others need to go on.
@@ -162,16 +153,17 @@ class Generations:
         Those that are not ready by then join later. Returns: the others; incomplete if a rank is lost.
         """
         board, loading = self._board, set(dead)
-        await self._start(loading - self._joining, awaited=True)
+        await self._start(loading - self.arrivals.loading, awaited=True)
         while loading & self._without(loading)[0]:
-            await board.until(
+            await self.arrivals.until(
                 lambda: (
-                    not loading.isdisjoint(board.ready) or bool(board.signs) or not loading <= self._joining
+                    not loading.isdisjoint(board.ready)
+                    or bool(board.signs)
+                    or not loading <= self.arrivals.loading
                 ),
-                self._timing.start_stall,
-                "one is replaced",
+                loading,
             )
-            if board.signs or not loading <= self._joining:
+            if board.signs or not loading <= self.arrivals.loading:
                 break
             loading.difference_update(board.ready)
         return set(dead) - loading
@@ -215,31 +207,18 @@ class Generations:
             for rank in self.live:
                 self._board.send(rank, pb.ToRank(forget_lost=pb.ForgetLost()))
 
-    async def _end(self, ranks: Collection[int], lost: Collection[int] = ()) -> None:
-        """As Board.end(). lost: see KvMemory.leave()."""
-        self._ending |= set(ranks)
-        await self._board.end(ranks, self._timing.kill)
-        for rank in ranks:
-            self._replacing.kv.leave(rank, lost=rank in lost)
-        self._ending.difference_update(ranks)
-        self._joining.difference_update(ranks)
-
     async def _start(self, ranks: Collection[int], *, awaited: bool = False) -> None:
         """Starts processes. awaited: as Replacing.replace(). Raises: StartupError."""
         await self._board.reap(self._timing.kill)
         self._counted -= set(ranks)  # a start that fails counts as a loss
-        live, start = sorted(self.live | set(ranks)), partial(self._replacing.replace, awaited=awaited)
-        for rank in sorted(ranks):
-            self._joining.add(rank)
-            loads = self.placement
-            if rank not in self.live and loads is not None:
-                loads = next_placement(loads, live, **self._joined) or loads
-            try:
-                made = await start(rank, self._callbacks, live, loads)
-            except OSError as error:
-                self._joining.discard(rank)
-                raise StartupError(f"no process can be started as rank {rank}: {error}") from error
-            self._board.processes[rank] = made
+        live = sorted(self.live | set(ranks))
+
+        def loads(rank: int) -> Placement | None:
+            if rank in self.live or self.placement is None:
+                return self.placement
+            return next_placement(self.placement, live, **self._joined) or self.placement
+
+        await self.arrivals.start(ranks, live, loads, awaited=awaited)
 
     def count(self, signs: Sequence[Sign], lost: Collection[int]) -> None:
         """Reports each lost rank once."""
@@ -278,20 +257,18 @@ class Generations:
         """
         await self._until_over()
         async with self._places:  # who calls second for a rank waits for the process of the first
-            stale = [r for r in ranks if r in self._board.processes and r not in self._joining | self.live]
-            await self._end(stale)
-            begun = [rank for rank in ranks if rank not in self._board.processes]
-            self._failed = {rank: why for rank, why in self._failed.items() if rank not in begun}
-            await self._start(begun)
-        await self._board.until(
-            lambda: set(ranks) <= set(self._board.ready) or not set(ranks) <= self._joining | self.live,
-            self._timing.start_stall,
-            "one starts",
+            there = self.arrivals.loading | self.live
+            stale = [rank for rank in ranks if rank in self._board.processes and rank not in there]
+            await self.arrivals.end(stale)
+            await self._start([rank for rank in ranks if rank not in self._board.processes])
+        await self.arrivals.until(
+            lambda: (
+                set(ranks) <= set(self._board.ready) or not set(ranks) <= self.arrivals.loading | self.live
+            ),
+            ranks,
         )
-        lost = sorted(set(ranks) - self._joining - self.live)
-        if lost:
-            why = "".join(f"; rank {rank}: {self._failed[rank]}" for rank in lost if rank in self._failed)
-            raise Unavailable(f"ranks {lost} were lost while they started{why}")
+        if lost := sorted(set(ranks) - self.arrivals.loading - self.live):
+            raise Unavailable(f"ranks {lost} were lost while they started{self.arrivals.why(lost)}")
         pause = await self.change(joins=ranks)
         await self.let_go(ranks)  # one that was not wanted any more
         return pause
@@ -299,7 +276,7 @@ class Generations:
     async def let_go(self, ranks: Collection[int]) -> None:
         """Ends those of these processes that load, or have loaded, and shall not take part after all."""
         async with self._places:
-            await self._end((set(ranks) & self._joining) - self.wanted - self.live)
+            await self.arrivals.end((set(ranks) & self.arrivals.loading) - self.wanted - self.live)
 
     async def change(self, joins: Collection[int] = (), leaves: Collection[int] = ()) -> float:
         """Has the ranks switch to others by vote, once changes before have ended.
@@ -327,7 +304,7 @@ class Generations:
                 return bool(self._board.signs) or not self.over
 
             def incomplete() -> bool:
-                return disturbed() or not asked <= self.live | self._joining - self._ending
+                return disturbed() or not asked <= self.live | self.arrivals.loading - self.arrivals.ending
 
             try:
                 await self.orders.give(asked, order, PREPARE_SECONDS, incomplete)
@@ -335,7 +312,7 @@ class Generations:
                     raise Unavailable("a rank was lost meanwhile")
             except EpServerError:
                 with suppress(EpServerError):
-                    present, drop = asked & (self.live | self._joining), DropChange(change)
+                    present, drop = asked & (self.live | self.arrivals.loading), DropChange(change)
                     await self.orders.give(present, drop, DROP_SECONDS, disturbed)
                 raise
             return await self._switch(change, before, target, placement)
@@ -346,7 +323,7 @@ class Generations:
         """From here on the change stands: after a loss the ranks of `target` are regrouped."""
         began = time.monotonic()
         self.generation, self.live, self.placement = self.generation + 1, target, placement
-        self._joining -= target
+        self.arrivals.loading -= target
         self._regrouped.clear()
         self.report()
         self._board.work_number += 1
@@ -377,11 +354,11 @@ class Generations:
         """Ends the processes of ranks that no longer take part."""
         async with self._places:
             processes = [self._board.processes[rank] for rank in ranks if rank in self._board.processes]
-            self._ending |= set(ranks)
+            self.arrivals.ending |= set(ranks)
             for process in processes:
                 self._board.send(process.rank, pb.ToRank(shutdown=pb.Shutdown()))
             await ended(processes, self._timing.grace)
-            await self._end(ranks)
+            await self.arrivals.end(ranks)
 
     async def _until_over(self) -> None:
         """Raises: Unavailable if a recovery takes longer than a start may."""

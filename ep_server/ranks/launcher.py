@@ -81,7 +81,6 @@ class RankProcesses:
         self._started: asyncio.Future[None] | None = None
         self._listener: RankListener | None = None
         self._progress: Callable[[int, str, int, int], None] = lambda *_: None
-        self._last_sign_of_life = 0.0
         self._first_sign = 0.0  # when
         self._settling: asyncio.TimerHandle | None = None  # until the report of a loss
         self._stopping: asyncio.Task[None] | None = None
@@ -184,7 +183,7 @@ class RankProcesses:
         """As Ranks.use_weights."""
         self._hosts.use_weights(path, version)
         if self._generations is not None:
-            self._generations.weights_changed()
+            self._generations.arrivals.weights_changed()
 
     def forget_lost(self) -> None:
         """As Ranks.forget_lost."""
@@ -229,9 +228,9 @@ class RankProcesses:
     async def _all_ready(self) -> None:
         assert self._started is not None
         loop, stall = asyncio.get_running_loop(), self._timing.start_stall
-        self._last_sign_of_life = loop.time()
+        began = loop.time()
         while not self._started.done():
-            left = self._last_sign_of_life + stall - loop.time()
+            left = max([began, *self._board.told.values()]) + stall - loop.time()
             if left <= 0:
                 silent = sorted(set(self._board.processes) - set(self._board.ready))
                 raise StartupError(f"ranks {silent} reported nothing for {stall:g} s while starting")
@@ -295,7 +294,7 @@ class RankProcesses:
             self._on_starting(rank, kind, message)
 
     def _on_starting(self, rank: int, kind: str | None, message: pb.FromRank) -> None:
-        self._last_sign_of_life = asyncio.get_running_loop().time()
+        self._board.told[rank] = asyncio.get_running_loop().time()
         if kind == "progress":
             self._progress(rank, message.progress.stage, message.progress.done, message.progress.total)
         elif kind == "introduction":

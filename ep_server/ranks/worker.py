@@ -18,21 +18,17 @@ from ep_server.orders import OrderDone, PrepareGeneration
 from ep_server.ranks.channel import RankChannel
 from ep_server.ranks.membership import RankMembership
 from ep_server.ranks.messages import (
-    failed_message,
     interrupted_message,
     kv_events_message,
-    one_line,
-    prompt_logprobs_message,
-    request_of,
     statistics_message,
-    tokens_message,
 )
 from ep_server.ranks.order_desk import OrderDesk
 from ep_server.ranks.order_messages import order_done_message, order_of
 from ep_server.ranks.overlap import Planned, Ran
+from ep_server.ranks.requests import RankRequests
 from ep_server.ranks.statistics import LaunchedStep, StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
-from ep_server.records import LATE_TOKEN, NO_TOKEN, PromptLogprobs, Request, StepBatch, TokenEvent
+from ep_server.records import StepBatch
 from ep_server.scheduler.cache_reporter import CacheReporter
 from ep_server.scheduler.prompt_budget import prompt_tokens
 from ep_server.v1 import rank_pb2 as pb
@@ -42,7 +38,7 @@ if TYPE_CHECKING:  # the parts import torch
 
 log = logging.getLogger(__name__)
 REPORT_NS = 500_000_000
-MASK_LOOK_SECONDS = 0.001
+LOOK_SECONDS = 0.001  # of a rank that waits for masks or KV
 CHANGE_LOOK_SECONDS = 0.05  # of a parked rank that prepares a change
 CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at every pause
 
@@ -62,14 +58,13 @@ class RankWorker:
         self._outlives = outlives
         self._regroup: pb.Regroup | None = None
         self._exchange, self._runner, self._scheduler = parts.exchange, parts.runner, parts.scheduler
-        self._masks, self._copier = parts.masks, parts.copier
-        self._handoff, self._lost_kv = parts.handoff, parts.lost_kv
-        self._held: set[int] = set()  # requests whose mask was late
+        self._copier, self._handoff, self._lost_kv = parts.copier, parts.handoff, parts.lost_kv
         self._channel, self._clock, self._voter = channel, clock, Voter()
         self._overlap, self._modes, self._profiler = parts.overlap, parts.modes, parts.profiler
         limits = parts.scheduler.limits
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
+        self._requests = RankRequests(parts, self._meter, self._send, clock)
         self._cache = CacheReporter(
             parts.ready.rank, parts.scheduler, lambda batch: self._send(kv_events_message(batch)), time.time
         )
@@ -80,7 +75,7 @@ class RankWorker:
         self._running = 0  # sequences, as reported last
         self._left = False  # the others go on without this rank, as planned
         self._stop = self._idle = False  # idle: no rank had anything to do in the last vote
-        self._reported = self._checked = clock()
+        self._reported = self._checked = self._told = clock()
 
     def __repr__(self) -> str:
         return f"RankWorker({self._voter!r}, {self._scheduler!r})"
@@ -100,8 +95,8 @@ class RankWorker:
             if self._left:
                 self._profiler.stop()
                 self.join()
-            if self._regroup is not None:
-                self._rejoin(self._regroup)
+            if self._regroup is not None and not self._rejoin(self._regroup):
+                return not self._stop
             return not self._left and self.step()
         except (PeerTimeout, PeerLost, GroupAborted) as error:
             if not self._outlives:
@@ -119,22 +114,29 @@ class RankWorker:
         if self._stop:
             self._scheduler.drop_steps()
 
-    def _rejoin(self, order: pb.Regroup) -> None:
+    def _rejoin(self, order: pb.Regroup) -> bool:
         """Drops the steps in flight and the requests that nobody awaits, and goes on with the live ranks.
 
-        Raises: PeerTimeout, PeerLost if another rank is missing.
+        Returns: False if another order came meanwhile. Raises: as RankMembership.regroup().
         """
         self._launched.clear()
         self._scheduler.drop_steps()
         self._changes.settle()
-        self._forget_freed()
+        self._requests.forget_freed()
         self._profiler.stop()
-        regrouped = self._membership.regroup(order)
+
+        def stands() -> bool:
+            self._handle(self._channel.poll())
+            return self._regroup is order and not self._stop
+
+        if (regrouped := self._membership.regroup(order, self._tell, stands)) is None:
+            return False
         self._runner.drop_steps()
         self._voter = Voter(order.generation, max(order.work_number, self._voter.last_work))
         self._regroup, self._idle, self._running = None, False, -1
         self._channel.report(waiting=False)
         self._send(regrouped)
+        return True
 
     def _enter(self, order: PrepareGeneration) -> None:
         """The vote has switched to other live ranks. Raises: as _rejoin()."""
@@ -142,20 +144,11 @@ class RankWorker:
         self._left = self._meter.rank not in order.live
         self._channel.report(waiting=self._left)
         if self._left:
-            self._keep(set())
-            self._forget_freed()
+            self._requests.keep(set())
+            self._requests.forget_freed()
         else:
             self._membership.enter(order.generation, order.live, order.placement)
             self._voter, self._idle = Voter(order.generation, self._voter.last_work), False
-
-    def _keep(self, numbers: set[int]) -> None:
-        """Drops all other requests; nobody awaits them here."""
-        for number in self._scheduler.live - numbers:
-            self._scheduler.cancel(number)
-
-    def _forget_freed(self) -> None:
-        for number in self._scheduler.freed():  # those cancelled during a lost step too
-            self._drop(number)
 
     def step(self) -> bool:
         """One step with all other ranks; False once it was the last.
@@ -171,7 +164,7 @@ class RankWorker:
         self._handle(self._channel.poll())
         if self._regroup is not None:
             return True
-        self._check_masks()
+        self._requests.check_masks()
         self._answer(self._changes.finished())
         batch = self._plan()
         planned = self._clock()
@@ -180,10 +173,8 @@ class RankWorker:
             return True
         times = start, planned, self._clock()
         run = verdict.run and any(verdict.tokens)
-        if not run and self._held:
-            self._masks.wait(self._held, MASK_LOOK_SECONDS)  # no rank has anything else to do
-        elif not run:
-            self._handoff.wait(MASK_LOOK_SECONDS)
+        if not run and not self._requests.await_masks(LOOK_SECONDS):  # no rank has anything else to do
+            self._handoff.wait(LOOK_SECONDS)
         if run:
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
@@ -222,15 +213,7 @@ class RankWorker:
         self._complete(step)
         sampled = self._runner.collect(step.launched)
         ran = self._clock()
-        self._publish_scores(self._runner.prompt_logprobs(step.launched))
-        undrawn = [t.number for t in sampled if t.token_id == NO_TOKEN and self._scheduler.is_live(t.number)]
-        events = self._scheduler.commit(step.batch, sampled)
-        late = [t.number for t in sampled if t.token_id == LATE_TOKEN]
-        self._held |= {number for number in late if self._scheduler.is_live(number)}
-        if len(self._masks):
-            self._masks.accept({event.number: event.token_id for event in events if event.finish is None})
-        self._publish(events)
-        self._fail(undrawn)
+        self._requests.publish(step.batch, sampled, self._runner.prompt_logprobs(step.launched))
         times = StepTimes(*step.began, ran, self._clock())
         took = self._meter.stepped(step.batch, step.micro_batches, times, bucket=step.bucket)
         if self._profiler.running:
@@ -244,16 +227,6 @@ class RankWorker:
         """Draws what waits for masks. A request whose mask is late is in no step until it is there."""
         for number in self._runner.complete(step.launched):
             self._scheduler.hold(number)
-
-    def _check_masks(self) -> None:
-        """Fails requests whose grammar cannot be followed, and resumes those whose mask has arrived."""
-        for number, reason in self._masks.failures().items() if len(self._masks) else ():
-            self._scheduler.fail(number)
-            self._drop(number)
-            self._send(failed_message(number, f"the grammar cannot be followed: {reason}", by_grammar=True))
-        for number in [number for number in self._held if self._masks.ready(number)]:
-            self._held.discard(number)
-            self._scheduler.release(number)
 
     def _answer(self, done: OrderDone | None) -> None:
         if done is not None:
@@ -308,10 +281,10 @@ class RankWorker:
                 self._voter.saw(message.doorbell.work_number)
             elif kind == "add":
                 self._voter.saw(message.add.work_number)
-                self._add(message.add.request)
+                self._requests.add(message.add.request)
             elif kind == "cancel":
                 self._scheduler.cancel(message.cancel.number)
-                self._release()
+                self._requests.release()
             elif kind == "order":
                 if message.order.work_number:
                     self._voter.saw(message.order.work_number)
@@ -322,7 +295,7 @@ class RankWorker:
                 self._cache.watch(on=message.watch_cache.on)
             elif kind == "regroup":
                 self._regroup = message.regroup
-                self._keep(set(message.regroup.kept))
+                self._requests.keep(set(message.regroup.kept))
                 self._cache.restart()  # now: who watches the new generation may follow at once
             elif kind == "forget_lost":
                 self._lost_kv.forget()
@@ -330,60 +303,6 @@ class RankWorker:
                 self._stop = True
             else:
                 raise InternalError(f"a running rank received an unexpected message of kind {kind!r}")
-
-    def _add(self, wire: pb.Request) -> None:
-        """A request that cannot be added fails alone: it is in no queue yet."""
-        self._send(pb.FromRank(begun=pb.Begun(adding=wire.number)))  # before what such a request may break
-        try:
-            self._enqueue(request_of(wire))
-        except Exception as error:
-            log.exception("request %d could not be added", wire.number)
-            self._send(failed_message(wire.number, one_line(error)))
-        else:
-            self._meter.arrived(wire.number, self._clock())
-        self._send(pb.FromRank(begun=pb.Begun()))
-
-    def _enqueue(self, request: Request) -> None:
-        self._runner.add(request)
-        try:
-            self._scheduler.add(request)
-        except Exception:
-            self._runner.remove(request.number)
-            raise
-        self._masks.add(request, request.output_ids)
-
-    def _publish(self, events: Sequence[TokenEvent]) -> None:
-        if events:
-            timed = self._meter.with_queue_times(events)
-            self._send(tokens_message(timed, self._meter.steps, self._scheduler.weights))
-            for event in events:
-                if event.finish is not None:
-                    self._drop(event.number)
-        self._release()
-
-    def _publish_scores(self, scores: Sequence[PromptLogprobs]) -> None:
-        for scored in scores:
-            if self._scheduler.is_live(scored.number):
-                for part in scored.parts():
-                    self._send(prompt_logprobs_message(part))
-
-    def _fail(self, undrawn: Sequence[int]) -> None:
-        """Fails requests whose logits are NaN or infinite, alone: resending one must not stop the server."""
-        for number in undrawn:
-            log.error("the logits of request %d hold NaN or infinity", number)
-            self._drop(number)
-            self._send(failed_message(number, "its logits hold NaN or infinity"))
-
-    def _release(self) -> None:
-        for number in self._scheduler.freed():
-            self._drop(number)
-            self._send(pb.FromRank(freed=pb.Freed(number=number)))
-
-    def _drop(self, number: int) -> None:
-        self._runner.remove(number)
-        self._masks.remove(number)
-        self._held.discard(number)
-        self._meter.left(number)
 
     def _report_running(self) -> None:
         if self._scheduler.running != self._running:
@@ -395,6 +314,12 @@ class RankWorker:
         kv = self._copier.counters() | self._handoff.counters() | self._lost_kv.counters()
         parts = self._exchange.statistics(), self._runner.statistics(), kv | self._modes.counters()
         self._send(statistics_message(self._meter.gather(self._scheduler.load(), *parts)))
+
+    def _tell(self, stage: str, done: int, total: int) -> None:
+        """Shows the launcher that this rank does not hang. No more often than statistics."""
+        if self._clock() - self._told >= REPORT_NS:
+            self._told = self._clock()
+            self._send(pb.FromRank(progress=pb.Progress(stage=stage, done=done, total=total)))
 
     def _send(self, message: pb.FromRank) -> None:
         self._channel.send(message.SerializeToString())

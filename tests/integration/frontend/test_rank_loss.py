@@ -164,3 +164,14 @@ async def test_a_request_that_is_fatal_to_add_ends_alone() -> None:
         assert caught.value.code() is StatusCode.UNAVAILABLE
         assert [seen(output) for output in await running] == expected
         assert len(lost.heard.recovered) == 3
+
+
+async def test_a_rank_that_reads_experts_for_long_is_waited_for() -> None:
+    """Longer than a hang may take. The others do not start again for it."""
+    async with losing(8.0, module="tests.support.ranks.slow_experts_rank") as lost:
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        group, running = lost.group(), await lost.begun(ASKED, 30)
+        lost.signal(2)
+        assert [seen(output) for output in await running] == expected
+        await lost.recovered(1)
+        assert lost.group() is group and len(lost.heard.recovered) == 1

@@ -111,7 +111,7 @@ async def test_a_refused_scale_leaves_no_process() -> None:
         with pytest.raises(EpServerError, match="change 77 is in the making"):
             await client.scale(3)
         assert sorted(group._board.processes) == [0, 1] and group.live == {0, 1}
-        assert not group._generations._joining  # type: ignore[union-attr]
+        assert not group._generations.arrivals.loading  # type: ignore[union-attr]
         await orders.give(DropChange(change), WAIT, "dropping")  # its threads have ended: it is gone
         assert list((await client.scale(3)).live) == [0, 1, 2]
 

@@ -10,18 +10,18 @@ import signal
 import sys
 
 from ep_server.ranks import life
-from ep_server.ranks.worker import RankWorker
+from ep_server.ranks.requests import RankRequests
 from ep_server.records import Request
 
 FATAL = (15, 15, 15)  # the prompt
 
 if __name__ == "__main__":
-    enqueue = RankWorker._enqueue
+    enqueue = RankRequests._enqueue
 
-    def killed(self: RankWorker, request: Request) -> None:
+    def killed(self: RankRequests, request: Request) -> None:
         if request.prompt_ids == FATAL:
             os.kill(os.getpid(), signal.SIGSEGV)
         enqueue(self, request)
 
-    RankWorker._enqueue = killed  # type: ignore[method-assign]
+    RankRequests._enqueue = killed  # type: ignore[method-assign]
     sys.exit(life.main())

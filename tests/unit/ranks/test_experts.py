@@ -21,7 +21,7 @@ def made() -> tuple[RankExperts, list[Any]]:
     placed: list[Any] = []
     runner: Any = SimpleNamespace(place=lambda routes, held: placed.append((routes.tolist(), held)))
     params: Any = SimpleNamespace(rank=0, held=FIRST.of_rank(0))
-    experts = RankExperts(params, runner, lambda params, moves, *, beside: 0)
+    experts = RankExperts(params, runner, lambda params, moves, **_: 0)
     experts.use(FIRST, (0, 1))
     return experts, placed
 

@@ -1,274 +1,18 @@
-"""Processes that join a group, where calls meet. Processes are stand-ins, so that moments can be chosen."""
+"""Ranks that are lost, that return and that leave, where calls meet."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ep_server.errors import RankLost, StartupError, Unavailable
-from ep_server.models.kv_memory import KvMemory
-from ep_server.ranks import generations
-from ep_server.ranks.board import Board, Timing
-from ep_server.ranks.generations import Generations
-from ep_server.ranks.process import NO_CALLBACKS
-from ep_server.ranks.scaling import scale
-from ep_server.ranks.signs import Kind, Sign
+from ep_server.errors import StartupError, Unavailable
+from ep_server.records import LossCause
 from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
-
-PLACEMENT = Placement(4, 4, ((*range(4), *range(4), *[-1] * 4),), ((1,) * 4 + (0,) * 8,))
-
-
-class Process:
-    """That of a rank. It ends at once by any signal. heard: gets what is sent to it."""
-
-    def __init__(self, rank: int, heard: Callable[[int, bytes], None] = lambda rank, payload: None) -> None:
-        self.rank, self.ended, self.exited = rank, asyncio.Event(), asyncio.Event()
-        self._heard = heard
-
-    def send(self, payload: bytes) -> None:
-        self._heard(self.rank, payload)
-
-    def signal(self, number: signal.Signals) -> None:
-        self.ended.set()
-        self.exited.set()
-
-    def close(self) -> None:
-        pass
-
-
-class Hosts:
-    """started: ranks, in order. awaited: whether the others wait for each. heard: of their processes."""
-
-    def __init__(self) -> None:
-        spares = SimpleNamespace(lacking_bytes=lambda live: 0)
-        self.plan = SimpleNamespace(placement=PLACEMENT, spares=spares)
-        self.kv = KvMemory()
-        self.started: list[Process] = []
-        self.awaited: list[bool] = []
-        self.heard: Callable[[int, bytes], None] = lambda rank, payload: None
-
-    async def replace(
-        self, rank: int, callbacks: Any, live: Sequence[int], placement: Any, *, awaited: bool
-    ) -> Process:
-        await asyncio.sleep(0)
-        self.awaited.append(awaited)
-        self.started.append(Process(rank, self.heard))
-        return self.started[-1]
-
-    def report_lost(self, rank: int, generation: int) -> None:
-        pass
-
-    def prepare(self) -> None:
-        pass
-
-
-def group(stall: float = 60.0) -> tuple[Board, Hosts, Generations]:
-    """Ranks 0 and 1 of three serve."""
-    board: Any = Board({rank: Process(rank) for rank in range(2)})
-    hosts: Any = Hosts()
-    listener: Any = SimpleNamespace(on_group=lambda state: None, on_rank_lost=lambda rank, cause: None)
-    timing = Timing(start_stall=stall, grace=1.0, kill=60.0, answer=60.0)
-    return board, hosts, Generations(board, hosts, NO_CALLBACKS, listener, timing, 0)
-
-
-THREE_OF_FOUR = Placement(8, 3, ((0, 1, -1, 2, 3, -1, 4, 5, -1, 6, 7, -1),), ((1, 1, 0) * 4,))
-ALL_FOUR = Placement(8, 2, ((*range(8),),), ((1,) * 8,))
-
-
-def four_ranks(
-    placement: Placement = THREE_OF_FOUR, rank_losses: int = 0
-) -> tuple[Board, Hosts, Generations]:
-    """Any three of them hold all experts, two do not. Processes regroup at once."""
-
-    def heard(rank: int, payload: bytes) -> None:
-        message = pb.ToRank.FromString(payload)
-        if message.WhichOneof("kind") == "regroup":
-            made.on_regrouped(rank, pb.Regrouped(generation=message.regroup.generation))
-
-    hosts: Any = Hosts()
-    hosts.heard = heard
-    hosts.plan.placement = placement
-    board: Any = Board({rank: Process(rank, heard) for rank in range(4)})
-    board.ready |= {rank: ready(rank) for rank in range(4)}
-    listener: Any = SimpleNamespace(on_group=lambda state: None, on_rank_lost=lambda rank, cause: None)
-    timing = Timing(start_stall=60.0, grace=1.0, kill=60.0, answer=60.0)
-    made = Generations(board, hosts, NO_CALLBACKS, listener, timing, rank_losses)
-    return board, hosts, made
-
-
-def ready(rank: int) -> Any:
-    return SimpleNamespace(rank=rank, load_seconds=0.0)
-
-
-def lose(board: Board, *ranks: int) -> None:
-    for rank in ranks:
-        board.processes[rank].signal(signal.SIGKILL)
-        board.signs.append(Sign(Kind.EXIT, rank, RankLost("killed"), killed=True))
-    board.heard.set()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-async def test_a_process_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile nobody takes it for one that loads: not new weights, and not who scales."""
-    _, hosts, made = group()
-    replace = hosts.replace
-
-    async def refuse(*_: Any, **__: Any) -> Process:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(hosts, "replace", refuse)
-    monkeypatch.setattr(made, "change", lambda joins: asyncio.sleep(3600))
-    monkeypatch.setattr(generations, "AGAIN_SECONDS", 0.01)
-    with pytest.raises(StartupError, match=r"no process can be started as rank 2: .*Too many open files"):
-        await made.join([2])
-    made.weights_changed()
-    assert made.takes(Sign(Kind.EXIT, 2, RankLost("another one")))  # not one that was to join
-    assert not made._failed and not made.out
-    made.wanted |= {2}
-    made.bring_back()
-    await asyncio.sleep(0.05)
-    assert not hosts.started
-    monkeypatch.setattr(hosts, "replace", replace)
-    await until(lambda: hosts.started)
-    assert not hosts.started[0].ended.is_set(), "it read the new weights"
-    await made.stop()
-
-
-async def test_one_that_starts_reads_the_new_weights() -> None:
-    """So it is not ended for the weights that it would have read before."""
-    board, hosts, made = group()
-    joining = asyncio.ensure_future(made.join([2]))
-    await until(lambda: 2 in made._joining)
-    assert 2 not in board.processes
-    made.weights_changed()
-    await until(lambda: 2 in board.processes)
-    assert not hosts.started[0].ended.is_set()
-    made.weights_changed()
-    assert hosts.started[0].ended.is_set()
-    joining.cancel()
-    await asyncio.wait((joining,))
-
-
-async def test_two_joins_start_one_process() -> None:
-    """Both wait for the memory of a process that has ended."""
-    board, hosts, made = group()
-    old: Any = Process(2)
-    board.dying = [old]
-    joins = [asyncio.ensure_future(made.join([2])) for _ in range(2)]
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not hosts.started
-    old.signal(signal.SIGKILL)
-    await until(lambda: 2 in board.processes)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert [process.rank for process in hosts.started] == [2] and hosts.awaited == [False]
-    for each in joins:
-        each.cancel()
-    await asyncio.wait(joins)
-
-
-async def test_why_a_process_did_not_join_is_said() -> None:
-    board, _, made = group()
-    joining = asyncio.ensure_future(made.join([2]))
-    await until(lambda: 2 in board.processes)
-    assert made.takes(Sign(Kind.OWN_ERROR, 2, RankLost("this host has 2 GPUs")))
-    board.heard.set()
-    with pytest.raises(
-        Unavailable, match=r"ranks \[2\] were lost while they started; rank 2: this host has 2 GPUs"
-    ):
-        await asyncio.wait_for(joining, 30)
-
-
-async def test_a_join_does_not_wait_for_a_recovery_for_ever() -> None:
-    board, _, made = group(stall=0.05)
-    made.over = False
-    with pytest.raises(Unavailable, match=r"not recovered from a loss within 0\.05 s"):
-        await asyncio.wait_for(made.join([2]), 30)
-    assert 2 not in board.processes
-
-
-async def test_who_shall_not_join_is_let_go() -> None:
-    """Not one that is wanted for another reason."""
-    board, hosts, made = group()
-    joining = asyncio.ensure_future(made.join([2]))
-    await until(lambda: 2 in board.processes)
-    made.wanted |= {2}
-    await made.let_go([2])
-    assert 2 in board.processes
-    made.wanted -= {2}
-    await made.let_go([2])
-    assert 2 not in board.processes and hosts.started[0].ended.is_set()
-    board.heard.set()
-    with pytest.raises(Unavailable, match="were lost while they started"):
-        await asyncio.wait_for(joining, 30)
-
-
-async def test_one_that_is_held_out_while_it_loads_does_not_join() -> None:
-    """The call of Scale ends it; nothing else changes."""
-    board, hosts, made = group()
-    made.wanted |= {2}
-    joining = asyncio.ensure_future(made.join([2]))
-    await until(lambda: 2 in board.processes)
-    assert await scale(made, 0, frozenset({2}), 3, []) == 0.0
-    assert hosts.started[0].ended.is_set() and 2 not in board.processes
-    board.heard.set()
-    with pytest.raises(Unavailable, match="were lost while they started"):
-        await asyncio.wait_for(joining, 30)
-    assert made.live == made.wanted == {0, 1}
-
-
-async def test_one_that_is_held_out_before_its_turn_does_not_join() -> None:
-    board, _, made = group()
-    made.wanted |= {2}
-    await made._changing.acquire()  # another change runs
-    joining = asyncio.ensure_future(made.join([2]))
-    await until(lambda: 2 in board.processes)
-    board.ready[2] = ready(2)
-    board.heard.set()
-    await until(lambda: made._changing._waiters)
-    made.wanted -= {2}
-    made._changing.release()
-    assert await asyncio.wait_for(joining, 30) == 0.0 and made.live == {0, 1}
-    assert 2 not in board.processes, "its memory is free"
-
-
-async def test_one_that_ends_while_the_others_prepare_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is let go, and its process takes a moment to end."""
-    _, _, made = four_ranks()
-    made.live, made._joining = frozenset({0, 1, 3}), {2}
-    gate = asyncio.Event()
-
-    async def give(*_: Any) -> None:
-        await gate.wait()
-
-    monkeypatch.setattr(made.orders, "give", give)
-    monkeypatch.setattr(made, "_switch", lambda *_: pytest.fail("they switched to it"))
-    changing = asyncio.ensure_future(made.change(joins=[2]))
-    await until(made._changing.locked)
-    made._ending.add(2)
-    gate.set()
-    with pytest.raises(Unavailable, match="a rank was lost meanwhile"):
-        await asyncio.wait_for(changing, 30)
-
-
-async def test_one_that_the_others_wait_for_is_not_let_go() -> None:
-    """It was live, is loading again, and an operator wants it out."""
-    board, _, made = four_ranks()
-    made._joining, made.wanted = {3}, frozenset({0, 1, 2})
-    await made.let_go([3])
-    assert 3 in board.processes
+from tests.support.ranks.stand_ins import ALL_FOUR, THREE_OF_FOUR, Process, four_ranks, lose, ready, until
 
 
 async def test_the_last_ranks_do_not_leave() -> None:
@@ -303,13 +47,13 @@ async def test_changes_that_meet_undo_nothing(monkeypatch: pytest.MonkeyPatch) -
     board, _, made = four_ranks()
     lose(board, 1, 3)
     restarting = asyncio.ensure_future(made.restart(lambda rank: []))
-    await until(lambda: {1, 3} <= made._joining)
+    await until(lambda: {1, 3} <= made.arrivals.loading)
     board.ready[3] = ready(3)
     board.heard.set()
     await asyncio.wait_for(restarting, 30)
     await made.stop()
     made.live = frozenset({0, 2})
-    made._joining |= {1, 3}
+    made.arrivals.loading |= {1, 3}
     gate, switched = asyncio.Event(), list[tuple[set[int], set[int]]]()
 
     async def give(*_: Any) -> None:
@@ -404,26 +148,6 @@ async def test_a_rank_that_serves_is_not_reported_out(placement: Placement) -> N
     await made.stop()
 
 
-async def test_a_rank_that_does_not_join_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, made = group()
-    joins: list[list[int]] = []
-
-    async def join(ranks: list[int]) -> float:
-        joins.append(ranks)
-        if ranks == [2]:
-            raise Unavailable("rank 2 was lost while it started")
-        made.live |= set(ranks)
-        return 0.0
-
-    monkeypatch.setattr(made, "join", join)
-    monkeypatch.setattr(generations, "AGAIN_SECONDS", 0.01)
-    made.wanted |= {2, 3}
-    made.bring_back()
-    await until(lambda: len(joins) >= 4)
-    assert joins[:4] == [[2], [3], [2], [2]] and made.live == {0, 1, 3}
-    await made.stop()
-
-
 async def test_without_a_new_process_all_ranks_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def replace(*_: Any, **__: Any) -> Process:
         raise OSError("no process")
@@ -433,4 +157,31 @@ async def test_without_a_new_process_all_ranks_start_again(monkeypatch: pytest.M
     lose(board, 1, 2)
     with pytest.raises(StartupError, match="no process can be started as rank 1: no process"):
         await made.restart(lambda rank: [])
+    await made.stop()
+
+
+async def test_a_rank_that_reads_experts_is_no_hung_one() -> None:
+    """Others wait for both. Rank 2 reports nothing, rank 3 that it reads."""
+    board, hosts, made = four_ranks(answer=0.2, silent={2, 3})
+    lost: list[tuple[int, LossCause]] = []
+    made._listener.on_rank_lost = lambda rank, cause: lost.append((rank, cause))  # type: ignore[method-assign]
+    lose(board, 1)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: []))
+    while len(hosts.started) < 2:  # in the places of ranks 1 and 2: the other two do not hold all experts
+        board.told[3] = asyncio.get_running_loop().time()
+        board.heard.set()
+        await asyncio.sleep(0.01)
+    assert lost == [(1, LossCause.SIGNAL), (2, LossCause.HANG)]
+    board.ready |= {rank: ready(rank) for rank in (1, 2)}
+    board.heard.set()
+    await until(lambda: made.generation == 2)
+    for _ in range(40):
+        board.told[3] = asyncio.get_running_loop().time()
+        board.heard.set()
+        await asyncio.sleep(0.01)
+    assert not restarting.done()
+    made.on_regrouped(3, pb.Regrouped(generation=2))
+    board.heard.set()
+    await asyncio.wait_for(restarting, 30)
+    assert made.live >= {0, 3} and len(lost) == 2
     await made.stop()

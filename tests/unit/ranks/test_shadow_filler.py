@@ -45,7 +45,7 @@ class Rank:
         params = replace(base, held=self.placement.of_rank(0))
         self.model = load_model(params)
         runner: Any = SimpleNamespace(place=lambda routes, held: None)
-        self.experts = RankExperts(params, runner, lambda params, moves, *, beside: 0)
+        self.experts = RankExperts(params, runner, lambda params, moves, **_: 0)
         self.experts.use(self.placement, (0, 1))
         self.shadow = shadow
         self.filler = ShadowFiller(shadow, self.model, params, self.experts)
@@ -158,7 +158,7 @@ def test_a_load_of_a_recovery_goes_first(tiny: Tiny) -> None:
     """Slots are not taken before a load that waits for them, even where the lock is free."""
     with ranked(tiny) as rank:
         events = list[str]()
-        rank.experts._load = lambda params, moves, *, beside: events.append("load") or 0  # type: ignore[func-returns-value]
+        rank.experts._load = lambda params, moves, **_: events.append("load") or 0  # type: ignore[func-returns-value]
         rank.experts._held = [[EMPTY] * len(layer) for layer in rank.experts._held]
         rank.experts._hurry.set()  # as load() does before it waits
 

@@ -1,0 +1,97 @@
+"""Processes of ranks that do not take part: they start and load, or end. Used in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from ep_server.errors import StartupError
+from ep_server.ranks.board import Board, Timing
+from ep_server.ranks.hosts import Replacing
+from ep_server.ranks.process import RankCallbacks
+from ep_server.ranks.signs import Sign
+from ep_server.scheduler.placement import Placement
+
+log = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """loading: ranks whose processes load. ending: ranks whose processes are expected to end."""
+
+    def __init__(self, board: Board, replacing: Replacing, callbacks: RankCallbacks, timing: Timing) -> None:
+        self.loading: set[int] = set()
+        self.ending: set[int] = set()
+        self._board, self._replacing, self._callbacks, self._timing = board, replacing, callbacks, timing
+        self._stale: set[int] = set()  # of those that load, killed by us
+        self._failed: dict[int, str] = {}  # why processes were lost before they took part
+
+    async def start(
+        self,
+        ranks: Collection[int],
+        live: Sequence[int],
+        loads: Callable[[int], Placement | None],
+        *,
+        awaited: bool,
+    ) -> None:
+        """Starts processes. loads: placement by which a rank loads. Others: as of Replacing.replace().
+
+        Raises: StartupError.
+        """
+        self._failed = {rank: why for rank, why in self._failed.items() if rank not in ranks}
+        make = partial(self._replacing.replace, awaited=awaited)
+        for rank in sorted(ranks):
+            self.loading.add(rank)
+            try:
+                made = await make(rank, self._callbacks, live, loads(rank))
+            except OSError as error:
+                self.loading.discard(rank)
+                raise StartupError(f"no process can be started as rank {rank}: {error}") from error
+            self._board.processes[rank] = made
+
+    async def until(self, condition: Callable[[], bool], ranks: Collection[int]) -> None:
+        """Waits for a condition while these ranks load. A process that reports nothing is killed.
+
+        Raises: StartupError if a rank has none.
+        """
+        stall, loop = self._timing.start_stall, asyncio.get_running_loop()
+        while not condition():
+            waits_for = lambda: set(ranks) - set(self._board.ready)  # noqa: E731
+            for rank in await self._board.silent(condition, waits_for, stall):
+                if rank not in self.loading:
+                    raise StartupError(f"rank {rank} has had no process for {stall:g} s")
+                log.error("rank %d reported nothing for %g s while it loaded: killing it", rank, stall)
+                self._board.told[rank] = loop.time()
+                self._board.processes[rank].signal(signal.SIGKILL)
+
+    def lost(self, sign: Sign) -> bool:
+        """The process of a rank that loads has ended. Returns: whether nobody wanted that."""
+        self.loading.discard(sign.rank)
+        if sign.rank in self._stale:
+            self._stale.discard(sign.rank)
+            return False
+        log.warning("rank %d was lost before it joined: %s", sign.rank, sign.error)
+        self._failed[sign.rank] = str(sign.error)
+        return True
+
+    def why(self, ranks: Collection[int]) -> str:
+        """Why ranks were lost before they took part, to end a message with."""
+        return "".join(f"; rank {rank}: {self._failed[rank]}" for rank in ranks if rank in self._failed)
+
+    def weights_changed(self) -> None:
+        """Processes that load read the old weights: others take their place."""
+        started = self.loading & set(self._board.processes)  # one that starts only now reads the new ones
+        self._stale |= started
+        for rank in started:
+            self._board.processes[rank].signal(signal.SIGKILL)
+
+    async def end(self, ranks: Collection[int], lost: Collection[int] = ()) -> None:
+        """As Board.end(). lost: see KvMemory.leave()."""
+        self.ending |= set(ranks)
+        await self._board.end(ranks, self._timing.kill)
+        for rank in ranks:
+            self._replacing.kv.leave(rank, lost=rank in lost)
+        self.ending.difference_update(ranks)
+        self.loading.difference_update(ranks)
