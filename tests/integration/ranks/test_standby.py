@@ -45,16 +45,19 @@ async def pool() -> AsyncIterator[StandbyPool]:
 
 
 async def full(pool: StandbyPool) -> list[int]:
-    """Process ids, once there are as many as there shall be."""
+    """Process ids, once there are as many as there shall be, which have imported all."""
     async with asyncio.timeout(WAIT):
-        while len(pool._waiting) < 2:
+        while len(pool._waiting) < 2 or not all(one.imported.is_set() for one in pool._waiting):
             await asyncio.sleep(0.01)
     return [one.process.pid for one in pool._waiting]
 
 
-async def test_a_group_starts_with_processes_on_standby(pool: StandbyPool) -> None:
-    """All of them, but for one that has ended."""
+@pytest.mark.parametrize("imported", [True, False])
+async def test_a_group_starts_with_processes_on_standby(pool: StandbyPool, imported: bool) -> None:
+    """All that have imported what they need, but for one that has ended."""
     first, second = [one.process for one in pool._waiting]
+    if not imported:
+        pool._waiting[1].imported.clear()
     first.signal(signal.SIGKILL)
     async with asyncio.timeout(WAIT):
         await first.exited.wait()
@@ -62,7 +65,8 @@ async def test_a_group_starts_with_processes_on_standby(pool: StandbyPool) -> No
         ranks, heard = RankProcesses(group.config, group), Recorder()
         try:
             ready = await ranks.start(heard, lambda *_: None)
-            assert second.pid in [rank.pid for rank in ready] and first.pid not in ranks.pids
+            pids = {rank.pid for rank in ready}
+            assert (second.pid in pids) == imported and first.pid not in pids | set(ranks.pids)
             ranks.submit(1, greedy(1, (5, 6, 7), 4))
             await heard.until(lambda: len(heard.tokens.get(1, ())) == 4)
         finally:
