@@ -56,14 +56,17 @@ class Arrivals:
 
         Raises: StartupError if a rank has none.
         """
-        stall, loop = self._timing.start_stall, asyncio.get_running_loop()
+        stall = self._timing.start_stall
+
+        def missing() -> set[int]:
+            return set(ranks) - set(self._board.ready)
+
         while not condition():
-            waits_for = lambda: set(ranks) - set(self._board.ready)  # noqa: E731
-            for rank in await self._board.silent(condition, waits_for, stall):
+            for rank in await self._board.silent(condition, missing, stall):
                 if rank not in self.loading:
                     raise StartupError(f"rank {rank} has had no process for {stall:g} s")
                 log.error("rank %d reported nothing for %g s while it loaded: killing it", rank, stall)
-                self._board.told[rank] = loop.time()
+                self._board.told[rank] = asyncio.get_running_loop().time()
                 self._board.processes[rank].signal(signal.SIGKILL)
 
     def lost(self, sign: Sign) -> bool:
