@@ -70,15 +70,19 @@ class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStrea
         self._call.cancel()
 
     async def _event(self) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
         while True:
             try:
                 event = await self._call.read()
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if self._closed and task is not None and not task.cancelling():
+                if self._closed and task.cancelling() == cancelled:
                     raise StopAsyncIteration from None  # close() ended the call, nobody cancelled the task
                 raise
             except grpc.RpcError as failure:
+                if task.cancelling() > cancelled:
+                    raise asyncio.CancelledError from failure  # gRPC drops one that meets the end of a call
                 error = error_of(failure)
                 wait = self._attempts.wait(error) if self.output.info is None else None
                 if wait is None:

@@ -104,7 +104,6 @@ async def _join(
             pass
         except Unavailable as error:
             why = str(error)
-        link.end("was not accepted")
         if loop.time() - logged >= LOG_EVERY:
             logged = loop.time()
             log.info("node 0 at %s: %s; trying again", joining.address, why)
@@ -118,8 +117,12 @@ async def _accepted(channel: aio.Channel, joining: Joining, link: Link) -> Async
     call = nodes_pb2_grpc.NodesStub(channel).Join(link.outgoing(), metadata=joining.metadata())
     try:
         return await _first(call)
-    except asyncio.CancelledError:
+    except BaseException as error:
         call.cancel()
+        link.end("was not accepted")
+        task = asyncio.current_task()
+        if isinstance(error, Unavailable) and task is not None and task.cancelling():
+            raise asyncio.CancelledError from error  # gRPC drops one that meets the end of a call
         raise
 
 

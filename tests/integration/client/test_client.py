@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc import aio
 
 from ep_server.client import NO_RETRIES, AsyncClient, Client, FinishReason, Output, Retries, Target
 from ep_server.errors import (
@@ -283,3 +284,28 @@ async def test_unreachable_servers_and_unread_files(run: Run) -> None:
     assert type(error) is Unavailable and "failed to connect" in str(error)
     with pytest.raises(OSError, match="no-such-file"):
         Client(Target("127.0.0.1:1", tls_ca="/no-such-file"))
+
+
+async def test_a_cancellation_that_meets_the_end_of_a_call() -> None:
+    """gRPC reports the end alone then. The request is not tried again."""
+
+    class Ending:
+        async def read(self) -> Any:
+            try:
+                await asyncio.sleep(WAIT)
+            except asyncio.CancelledError:
+                nothing = aio.Metadata()
+                raise aio.AioRpcError(Code.UNAVAILABLE, nothing, nothing, "connection refused") from None
+
+        def cancel(self) -> None:
+            pass
+
+    async with scripted(OK) as server, AsyncClient(server.address, retries=QUICK) as client:
+        stream = client.generate([1])
+        stream._call = Ending()
+        reading = asyncio.create_task(stream.read())
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait((reading,), timeout=WAIT)
+        assert reading.cancelled()
+        await stream.close()

@@ -22,6 +22,7 @@ import pytest
 from grpc import aio
 
 import ep_server
+from ep_server.cluster import follower
 from ep_server.cluster import link as link_module
 from ep_server.cluster.claim import Claim, claim_of, hello_of
 from ep_server.cluster.discovery import NodePlace
@@ -30,7 +31,7 @@ from ep_server.cluster.leader import Leader
 from ep_server.cluster.link import Link
 from ep_server.cluster.security import bind_address, channel_credentials, first_token, token_metadata
 from ep_server.config import Config
-from ep_server.errors import ConfigError, StartupError
+from ep_server.errors import ConfigError, StartupError, Unavailable
 from ep_server.ranks.hosts import Rank, ended
 from ep_server.ranks.process import RankCallbacks
 from ep_server.v1 import nodes_pb2 as pb
@@ -522,3 +523,30 @@ def test_node_0_listens_on_its_own_address_or_on_all() -> None:
     everywhere = bind_address("a-name.of.a.service")
     assert everywhere in ("::", "0.0.0.0")
     assert bind_address("198.51.100.7") == everywhere  # not of this host: an address that others see
+
+
+async def test_a_join_that_is_cancelled_as_a_call_ends_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3,000 joins that nobody answered and that were cancelled, gRPC let 20 go on."""
+    waits = asyncio.Event()
+
+    async def first(call: Any) -> AsyncIterator[pb.Bundle]:
+        waits.set()
+        try:
+            await asyncio.sleep(WAIT)
+        except asyncio.CancelledError:  # as gRPC does, at that moment
+            raise Unavailable("UNAVAILABLE: connection refused") from None
+        raise AssertionError("not cancelled")
+
+    monkeypatch.setattr(follower, "_first", first)
+    hello = hello_of(claim_of(config_of(1))[0])
+
+    async def join() -> None:
+        async with joined(Joining(f"127.0.0.1:{free_port()}", None, tuple, WAIT, 5.0), hello, lambda _: None):
+            pass
+
+    async with asyncio.timeout(WAIT):
+        joining = asyncio.create_task(join())
+        await waits.wait()
+        joining.cancel()
+        await asyncio.wait((joining,))
+    assert joining.cancelled()
