@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ep_server.errors import InternalError
 from ep_server.records import KvSource
 from ep_server.scheduler.kv_blocks import BlockLedger
-from ep_server.scheduler.sequence import ScheduledSequence
+from ep_server.scheduler.sequence import ScheduledSequence, StepsInFlight
 
 
 class KvFetch(NamedTuple):
@@ -45,10 +45,11 @@ class KvExport(NamedTuple):
 
 
 class Handoffs:
-    """Of one rank."""
+    """Of one rank. in_flight: its steps."""
 
     def __init__(self, ledger: BlockLedger) -> None:
         self._ledger = ledger
+        self.in_flight = StepsInFlight(0)
         self._open: dict[int, ScheduledSequence] = {}  # by number: not finished
         self._held: dict[int, KvExport] = {}  # by number, oldest first
         self._fetches: list[KvFetch] = []
@@ -74,7 +75,9 @@ class Handoffs:
         """What another server may read now. What was listed before and is not now must not be read."""
         for number in [number for number, seq in self._open.items() if seq.state.ended or seq.flushed]:
             del self._open[number]
-        return [_export(seq, tuple(seq.blocks)) for seq in self._open.values()] + list(self._held.values())
+        unwritten = self.in_flight.unwritten if self._open else frozenset[int]()
+        exports = [_export(seq, tuple(seq.blocks), unwritten) for seq in self._open.values()]
+        return exports + list(self._held.values())
 
     def hold(self, seq: ScheduledSequence) -> bool:
         """A sequence has finished. Returns: whether its blocks are held. Its table is empty then."""
@@ -159,7 +162,15 @@ class Handoffs:
         return taken
 
 
-def _export(seq: ScheduledSequence, blocks: tuple[int, ...]) -> KvExport:
-    prompt = len(seq.request.prompt_ids)
-    tokens, planned = min(seq.computed, prompt), min(seq.planned, prompt)
+def _export(
+    seq: ScheduledSequence, blocks: tuple[int, ...], unwritten: frozenset[int] = frozenset()
+) -> KvExport:
+    """unwritten: blocks that it may share, and that steps in flight compute."""
+    prompt, written, planned = len(seq.request.prompt_ids), seq.computed, seq.planned
+    if seq.loading:  # this counts as computed, and is not there yet
+        written = planned = seq.sealed * seq.block_size
+    if unwritten:
+        missing = (index for index, block in enumerate(blocks) if block in unwritten)
+        written = min(written, next(missing, len(blocks)) * seq.block_size)
+    tokens, planned = min(written, prompt), min(planned, prompt)
     return KvExport(seq.number, seq.request.hold, tokens, blocks, held=False, planned=planned)

@@ -27,6 +27,7 @@ class KvTables:
         self.handoffs, self.lost = Handoffs(ledger), ledger.lost
         self._ledger = ledger
         self._loading: dict[int, ScheduledSequence] = {}  # by ticket
+        self._offered = frozenset[int]()  # before they are computed
         self.queries = self.hits = self.host_hits = 0  # prompt tokens: looked up, found, only on the host
         self._no_room_at = (-1, -1)  # (number, ledger.releases) of the sequence that last did not fit
 
@@ -163,6 +164,13 @@ class KvTables:
                 if seq.caches:
                     self.host.sealed(seq.blocks[index], digests[index])
         seq.sealed = full
+        if full * seq.block_size > seq.computed:
+            self._offered |= seq.unwritten
+
+    def take_offered(self) -> frozenset[int]:
+        """Blocks that others may share since the last call, and that no step has computed yet."""
+        offered, self._offered = self._offered, frozenset()
+        return offered
 
     def forget(self, seq: ScheduledSequence) -> None:
         """Its request ended: nobody may reuse blocks that only its sequences could find."""

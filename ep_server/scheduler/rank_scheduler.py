@@ -63,7 +63,7 @@ class RankScheduler:
         self._prefilling: list[ScheduledSequence] = []
         self._live: dict[int, ScheduledSequence] = {}
         self._offering: list[ScheduledSequence] = []  # whose prefix others of this plan wait for
-        self._in_flight = StepsInFlight(limits.ahead)
+        self._in_flight = self.handoffs.in_flight = StepsInFlight(limits.ahead)
         self.budget = PromptBudget(limits)
         self.streams = 0  # of the last plan: sequences that prompts should not hold up
         self._plans, self._blocked = 0, False  # blocked: the last plan had no place for the head of the queue
@@ -203,7 +203,7 @@ class RankScheduler:
             seq.pending += piece.sample
         self._move_prefilled()
         batch = StepBatch(tuple(slices), num_tokens) if slices else IDLE
-        self._in_flight.push(batch, going)
+        self._in_flight.push(batch, going, self._tables.take_offered())
         return batch
 
     def moves(self) -> KvMoves | None:

@@ -245,10 +245,14 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One planned batch. members: the sequence of each slice, and how often it had been admitted then."""
+    """One planned batch. members: the sequence of each slice, and how often it had been admitted then.
+
+    offered: blocks that others may share since it was planned; it computes them, or a step before it.
+    """
 
     batch: StepBatch
     members: tuple[tuple[ScheduledSequence, int], ...]
+    offered: frozenset[int] = frozenset()
 
 
 class StepsInFlight:
@@ -266,9 +270,19 @@ class StepsInFlight:
         if sum(bool(step.batch.slices) for step in self._steps) > self._ahead:
             raise InternalError("plan() before the last batch was committed")
 
-    def push(self, batch: StepBatch, members: Sequence[ScheduledSequence]) -> None:
+    @property
+    def unwritten(self) -> frozenset[int]:
+        """Blocks that others share already, and that these steps compute."""
+        return frozenset().union(*(step.offered for step in self._steps))
+
+    def push(
+        self,
+        batch: StepBatch,
+        members: Sequence[ScheduledSequence],
+        offered: frozenset[int] = frozenset(),
+    ) -> None:
         """Adds the step that was planned last."""
-        self._steps.append(Step(batch, tuple((seq, seq.admissions) for seq in members)))
+        self._steps.append(Step(batch, tuple((seq, seq.admissions) for seq in members), offered))
 
     def pop(self, batch: StepBatch, sampled: Sequence[SampledToken]) -> Step:
         """Takes the oldest step out.

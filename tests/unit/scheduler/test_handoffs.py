@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ep_server.records import KvSource, Request, SampledToken, Sampling, Stopping
@@ -156,3 +157,32 @@ def test_a_fetch_that_never_began_is_forgotten() -> None:
     of.cancel(1)
     of.cancel(2)
     assert of.handoffs.take()[1] == [UNNEEDED, UNNEEDED]
+
+
+def test_blocks_of_a_step_in_flight_are_not_shown() -> None:
+    """Another prompt shares them as soon as that step is planned."""
+    of = scheduler(ahead=1, max_step_tokens=12, kv_blocks=16)
+    first = request(1)
+    of.add(first)
+    of.add(replace(first, number=2, request_id="r2", hold=KEY))
+    maker = of.plan()
+    of.plan()
+    (shown,) = of.handoffs.exports()
+    assert (shown.tokens, shown.planned, len(shown.blocks)) == (0, 10, 3)
+    of.commit(maker, [SampledToken(1, 1)])
+    assert of.handoffs.exports() == [shown._replace(tokens=8)]
+
+
+def test_fetched_blocks_are_shown_once_they_are_there() -> None:
+    """Of a server that fetches and sends."""
+    of = scheduler()
+    of.add(request(1, length=5))
+    step(of)
+    of.add(request(1, source=SOURCE, hold=KEY))
+    step(of)
+    (fetch,) = of.handoffs.take()[1]
+    (shown,) = of.handoffs.exports()
+    assert (shown.tokens, shown.planned, len(shown.blocks)) == (4, 4, 3)
+    of.handoffs.arrived(fetch.ticket, 5)
+    of.loaded([fetch.ticket])
+    assert [(e.tokens, e.planned) for e in of.handoffs.exports()] == [(9, 9)]

@@ -198,3 +198,16 @@ def test_a_slot_that_is_read_is_not_given_up():
     assert slots.take(digest(5)) is None
     slots.end_read([first])
     assert slots.take(digest(5)) == first
+
+
+def test_blocks_are_shown_to_other_servers_once_they_are_loaded():
+    rank = after_eviction()
+    rank.add(make_request(9, [*HISTORY, 7, 7, 7], max_new=4, hold=bytes(16)))
+    assert not rank.scheduler.plan().slices
+    (shown,) = rank.scheduler.handoffs.exports()
+    assert (shown.tokens, shown.planned) == (0, 0)
+    moves = rank.scheduler.moves()
+    assert moves is not None
+    rank.copier.start(moves)
+    rank.scheduler.loaded(rank.copier.loaded())
+    assert [(each.tokens, each.planned) for each in rank.scheduler.handoffs.exports()] == [(24, 24)]
