@@ -250,13 +250,13 @@ class RankScheduler:
 
     def drop_steps(self) -> None:
         """Forgets the steps in flight: they did not end. What they were to compute is planned again."""
+        unwritten = self._in_flight.unwritten
         dropped = [seq for seq in self._in_flight.drop() if not seq.state.ended]
-        for seq in dropped:
-            if not seq.waits and (unwritten := seq.unwritten):
-                self._tables.forget_all(self._decoding + self._prefilling)
-                for other in self._decoding + self._prefilling:
-                    if other is not seq and unwritten & set(other.blocks):
-                        self._preempt(other)
+        if unwritten:
+            self._tables.forget_all(self._decoding + self._prefilling)
+        for seq in self._decoding + self._prefilling:
+            if unwritten & set(seq.blocks[: seq.computed // seq.block_size]):
+                self._preempt(seq)
         for seq in dropped:
             if not seq.waits:
                 seq.planned = seq.computed

@@ -107,6 +107,7 @@ class SimulatedRank:
         self.elsewhere = 0  # streams of other ranks that no prompt should hold up
         self.batches: list[StepBatch] = []
         self.in_flight: deque[tuple[StepBatch, list[SampledToken]]] = deque()
+        self.unsettled: deque[dict[int, Cell]] = deque()  # what the steps in flight write
         self.scored: dict[int, list[int]] = {}  # prompt tokens that were scored, by request
         self._drawn: dict[int, int] = {}  # what the device drew last
 
@@ -196,6 +197,9 @@ class SimulatedRank:
         if batch.slices:
             drawn = self.run(batch, late)
             self.in_flight.append((batch, drawn))
+            places = ((piece, offset) for piece in batch.slices for offset in range(len(piece.token_ids)))
+            cells = [self._cell(piece, piece.start + offset) for piece, offset in places]
+            self.unsettled.append({cell: self.cells[cell] for cell in cells})
             for number in late_of(drawn):
                 self.scheduler.hold(number)
         return batch
@@ -208,10 +212,16 @@ class SimulatedRank:
 
     def settle(self) -> None:
         """Commits the oldest step in flight."""
+        self.unsettled.popleft()
         self.finish(*self.in_flight.popleft())
 
-    def lose_steps(self) -> None:
-        """The steps in flight are lost, with what they scored. They may have written their cells or not."""
+    def lose_steps(self, *, written: bool = True) -> None:
+        """The steps in flight are lost, with what they scored. written: they have written their cells."""
+        for step in () if written else self.unsettled:
+            for cell, value in step.items():
+                if self.cells[cell] is value:  # else a copy has filled it since
+                    self.cells[cell] = None
+        self.unsettled.clear()
         for batch, drawn in reversed(self.in_flight):
             for piece in batch.slices:
                 if piece.scored is not None:

@@ -120,10 +120,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def settle(self):
         self.rank.settle()
 
-    @rule()
-    def lose_steps(self):
+    @rule(written=st.booleans())
+    def lose_steps(self, written):
         """Another rank was lost: the steps in flight never end, and every stream goes on as if they had."""
-        self.rank.lose_steps()
+        self.rank.lose_steps(written=written)
 
     @rule()
     def lose_a_planned_step(self):

@@ -107,3 +107,20 @@ def test_a_flush_ends_the_wait():
     assert [piece.number for piece in rank.step().slices] == [1]
     rank.finish_all()
     check_streams(rank)
+
+
+def test_blocks_of_a_lost_step_are_not_found_after_a_preemption():
+    """It was to compute them for a waiting prompt too, and gave its own table back meanwhile."""
+    rank = rank_of(kv_blocks=5, ahead=1)
+    rank.add(make_request(1, range(7), max_new=9))
+    rank.launch()
+    rank.settle()
+    for number in (2, 3):
+        rank.add(make_request(number, [5] * 8, max_new=4))
+    rank.launch()  # the prompt of 2
+    rank.launch()  # both need a block for what comes next
+    assert rank.scheduler.load().preemptions == 1
+    rank.lose_steps(written=False)
+    rank.finish_all()
+    for number in (1, 2, 3):
+        assert rank.stream(number) == stream_alone(rank.requests[number])
