@@ -295,13 +295,14 @@ class RankScheduler:
 
     def _plan_prefill(self, slices: list[SeqSlice], going: list[ScheduledSequence], elsewhere: int) -> int:
         """Adds prefill chunks, best order first, admitting while there is room; returns their tokens."""
-        begun = sorted((seq for seq in self._prefilling if not seq.loading), key=lambda seq: seq.order)
+        continuing = any(seq.continues and seq.loading >= 0 for seq in self._prefilling)  # no others beside
+        begun = [seq for seq in self._prefilling if not seq.loading and seq.continues >= continuing]
+        begun.sort(key=lambda seq: seq.order)
         prompts = len(begun) + (0 if self._blocked else len(self._waiting))
         first = min([*begun[:1], *self._waiting.first], key=lambda seq: seq.order, default=None)
         self.streams, room = self.budget.room(going, first, prompts, elsewhere)
         singles, tokens, self._blocked = len(going), 0, False
         later = list[ScheduledSequence]()
-        continuing = any(seq.continues and seq.loading >= 0 for seq in self._prefilling)  # no others beside
         while room.tokens:
             head = None if self._blocked else self._waiting.candidate(continuing=continuing)
             if head is not None and (not begun or head.order < begun[0].order):

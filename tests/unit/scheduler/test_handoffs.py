@@ -159,6 +159,19 @@ def test_a_fetch_that_never_began_is_forgotten() -> None:
     assert of.handoffs.take()[1] == [UNNEEDED, UNNEEDED]
 
 
+def test_a_stream_that_continues_runs_beside_a_fetch_that_ended() -> None:
+    """Nothing else runs meanwhile, also no prompt of a higher priority."""
+    of = scheduler(kv_blocks=16)
+    of.add(request(1, source=SOURCE, priority=1))
+    assert step(of) == []
+    (fetch,) = of.handoffs.take()[1]
+    of.add(request(2, length=20, new=4, output_ids=(3,)))
+    assert step(of) == [0]
+    of.handoffs.arrived(fetch.ticket, 8)
+    of.loaded([fetch.ticket])
+    assert [step(of) for _ in range(3)] == [[8], [16], [21, 8]]
+
+
 def test_blocks_of_a_step_in_flight_are_not_shown() -> None:
     """Another prompt shares them as soon as that step is planned."""
     of = scheduler(ahead=1, max_step_tokens=12, kv_blocks=16)
