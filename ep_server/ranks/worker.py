@@ -203,10 +203,12 @@ class RankWorker:
         batch = self._scheduler.plan(self._voter.elsewhere)
         if begun := self._meter.began(batch, self._clock()):  # before what such a request may break
             self._send(pb.FromRank(begun=pb.Begun(numbers=begun, copied=self._lost_kv.take_copied())))
-        self._handoff.after_plan()
+        self._handoff.after_plan(self._start_copies)
+        return batch
+
+    def _start_copies(self) -> None:
         if (moves := self._scheduler.moves()) is not None:
             self._copier.start(moves)
-        return batch
 
     def _finish(self, step: LaunchedStep) -> None:
         """Waits for a step's tokens and publishes them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ep_server.backends.kv_rows import KvRows
 from ep_server.config import Config
 from ep_server.errors import StartupError
@@ -80,13 +82,18 @@ class HandoffDesk:
             self._handoffs.arrived(ticket, tokens)
         return [ticket for ticket, _ in ended]
 
-    def after_plan(self) -> None:
-        """Before the step: nothing reads or writes blocks that got other owners, and new fetches begin."""
+    def after_plan(self, start_copies: Callable[[], None]) -> None:
+        """Before the step: nothing reads or writes blocks that got other owners, and new fetches begin.
+
+        start_copies: from and to host memory. They precede fetches, which may fill blocks that are saved.
+        """
         if self._exporter is not None:
             self._exporter.show(self._handoffs.exports(), step=True)
+        dropped, fetches = self._handoffs.take()
         if self._importer is not None:
-            dropped, fetches = self._handoffs.take()
             self._importer.drop(dropped)
+        start_copies()
+        if self._importer is not None:
             self._importer.start(fetches)
 
     def counters(self) -> dict[str, int]:

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from ep_server.backends.kv_copies import CpuCopies
 from ep_server.backends.kv_rows import CpuRows, HostSlots, Kind
+from ep_server.ranks.handoff.desk import HandoffDesk
 from ep_server.ranks.handoff.exporter import KvExporter
 from ep_server.ranks.handoff.importer import KvImporter
 from ep_server.ranks.handoff.wire import (
     Moved,
 )
-from ep_server.records import KvSource
+from ep_server.records import KvSource, Request, SampledToken, Sampling, Stopping
+from ep_server.scheduler import RankScheduler, SchedulerLimits
 from ep_server.scheduler.handoffs import KvExport, KvFetch
 from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, exporter_of, fetched, lanes, rows_of
 
@@ -208,3 +211,34 @@ def test_a_dropped_fetch_writes_nothing_more(there: tuple[Cache, KvExporter]) ->
     exporter.show([KvExport(1, KEY, 15, (1, 2, 3), held=True)])
     time.sleep(0.3)
     assert (own.rows((0, 1, 2, 3)) == 0xEE).all() and importer.ended() == []
+
+
+def test_blocks_are_saved_before_a_fetch_fills_them(there: tuple[Cache, KvExporter]) -> None:
+    """Blocks that are evicted in the plan that has them copied to host memory."""
+    _, exporter = there
+    exporter.show([KvExport(1, KEY, 10, (1, 2), held=True)])
+    limits = SchedulerLimits(4, 8, 4, 3, prefix_cache=True, max_context=64, host_blocks=8)
+    own, scheduler = Cache(3, 4), RankScheduler(limits)
+    copier, importer = CpuCopies(own, 8), KvImporter(rows_of(own), WAIT, 5)  # type: ignore[arg-type]
+    desk = HandoffDesk(scheduler.handoffs, None, importer)
+    scheduler.add(Request("r1", 1, (5,) * 8, Sampling(temperature=0.0), Stopping(1)))
+    batch = scheduler.plan()
+    computed = own.rows(tuple(batch.slices[0].blocks)).clone()
+    scheduler.commit(batch, [SampledToken(1, 1)])
+    source = KvSource(exporter.address, exporter.local, KEY, 10)
+    scheduler.add(Request("r2", 2, (6,) * 10, Sampling(temperature=0.0), Stopping(1), source=source))
+    assert not scheduler.plan().slices
+
+    def start_copies() -> None:
+        if importer.runs:
+            importer.wait(WAIT)
+        moves = scheduler.moves()
+        assert moves is not None and len(moves.saves) == 2
+        copier.start(moves)
+        slots = [slot for _, slot in moves.saves]
+        assert torch.equal(torch.cat([part[slots].view(-1, WIDTH) for part in copier._host], 1), computed)
+
+    desk.after_plan(start_copies)
+    end = time.monotonic() + WAIT
+    while not desk.before_plan():
+        assert time.monotonic() < end
