@@ -267,8 +267,10 @@ class RankWorker:
             self._scheduler.check_integrity()
             self._checked = self._clock()
         while self._voter.last_work == last_work and not self._stop and self._regroup is None:
+            load = self._scheduler.load()
             self._wait(self._handoff.rest(CHANGE_LOOK_SECONDS if self._changes.preparing else None))
-            if self._handoff.free_held():
+            freed, parked = self._handoff.free_held(), self._voter.last_work == last_work
+            if freed or (parked and self._scheduler.load() != load):  # an order freed blocks
                 self._report()
 
     def _wait(self, seconds: float | None) -> None:

@@ -154,10 +154,13 @@ async def test_a_second_fetch_computes_the_prompt(servers: Pair) -> None:
 
 async def test_released_blocks_are_free_and_not_fetched(servers: Pair) -> None:
     prefill, decode = servers
-    ids = prompt(70)
+    await parked(prefill.server)
+    ids, before = prompt(70), await used(prefill)
     handle = await held(prefill, ids)
+    await parked(prefill.server)
     assert (await released(prefill, handle.key)).blocks == 19
     assert (await released(prefill, handle.key)).blocks == 0
+    await nothing_held(prefill, before)
     output = await continued(decode, ids, handle, **GREEDY)
     alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
     assert output.token_ids == alone.token_ids
