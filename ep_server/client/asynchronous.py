@@ -25,12 +25,14 @@ class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStrea
 
     To cancel the request, close the stream, leave its `async with` block, or drop it: `break` out of a loop.
 
-    output: what has arrived so far, also when the stream ends with an error.
+    output: what has arrived so far, also when the stream ends with an error. refused: called when it ends so,
+    and no rank has got the request.
     """
 
     def __init__(self, start: Callable[[float | None], Any], attempts: Attempts) -> None:
         """start: begins a call with a timeout."""
         self.output = Output()
+        self.refused: Callable[[], None] = lambda: None
         self._start = start
         self._attempts = attempts
         self._closed = False
@@ -86,6 +88,8 @@ class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStrea
                 error = error_of(failure)
                 wait = self._attempts.wait(error) if self.output.info is None else None
                 if wait is None:
+                    if self.output.info is None:
+                        self.refused()
                     raise error from failure
             else:
                 if event is aio.EOF:  # type: ignore[attr-defined, unused-ignore]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
+
+import grpc
 
 from ep_server.client.asynchronous import AsyncClient, AsyncStream
 from ep_server.client.failures import NO_RETRIES
@@ -17,6 +19,7 @@ from ep_server.v1 import decode_pb2
 log = logging.getLogger(__name__)
 
 HANDLE_SECONDS = 5.0  # for a prefill server to admit a request
+RELEASE_SECONDS = 10.0
 ASK_SECONDS, AGAIN_SECONDS = 1.0, 0.2  # for its answer to a health check; between two of them
 COMMON = ("cache_salt", "priority", "deadline_ms")  # fields that a prefill has too
 
@@ -37,7 +40,7 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         """decode: closed by the caller. handle_seconds: for the prefill server to admit a request."""
         self._prefill, self._decode = AsyncClient(prefill, retries=NO_RETRIES), decode
         self._handle_seconds = handle_seconds
-        self._prefills: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[None] | None = None  # while the prefill server does not answer
 
     async def __aexit__(self, *raised: object) -> None:
@@ -45,7 +48,7 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
 
     async def close(self) -> None:
         """Ends prefills that still run, and the connection to their server."""
-        for task in (*self._prefills, *([] if self._asking is None else [self._asking])):
+        for task in (*self._tasks, *([] if self._asking is None else [self._asking])):
             task.cancel()
         await self._prefill.close()
 
@@ -55,7 +58,10 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         """As AsyncClient.generate() of the decode server. timeout: of that call, in seconds."""
         common = {name: value for name, value in fields.items() if name in COMMON}
         handle = await self._handle(prompt, common)
-        return self._decode.generate(prompt, timeout=timeout, kv_handle=handle, **fields)
+        stream = self._decode.generate(prompt, timeout=timeout, kv_handle=handle, **fields)
+        if handle is not None:
+            stream.refused = lambda: self._begin(self._release(handle.key))
+        return stream
 
     async def _handle(self, prompt: str | Sequence[int], fields: Any) -> decode_pb2.KvHandle | None:
         """Begins a prefill. Returns: None if the server does not admit it in time, or did not."""
@@ -71,10 +77,19 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
             if isinstance(error, TimeoutError) and (self._asking is None or self._asking.done()):
                 self._asking = asyncio.get_running_loop().create_task(self._ask())
             return None
-        task = asyncio.get_running_loop().create_task(_finish(stream))
-        self._prefills.add(task)
-        task.add_done_callback(self._prefills.discard)
+        self._begin(_finish(stream))
         return handle
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release(self, key: bytes) -> None:
+        """Nobody fetches these blocks: the decode server has not admitted the request."""
+        request, metadata = decode_pb2.ReleaseKvRequest(key=key), self._prefill.target.metadata
+        with suppress(grpc.RpcError):  # then they expire
+            await self._prefill.decode.ReleaseKv(request, timeout=RELEASE_SECONDS, metadata=metadata)
 
     async def _ask(self) -> None:
         """Until the prefill server answers."""

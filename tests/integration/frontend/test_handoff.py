@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from ep_server.client import AsyncClient, PrefillDecode
+from ep_server.errors import InvalidArgument
 from ep_server.v1 import control_pb2, decode_pb2
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import WAIT, Code, failure, parked
@@ -337,6 +339,20 @@ async def test_held_blocks_make_room_for_requests() -> None:
         assert output.finished.usage.cached_tokens == 0
         alone = await decode.client.complete(prompt(0), timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
         assert output.token_ids == alone.token_ids
+
+
+async def test_a_refused_request_holds_no_blocks() -> None:
+    """The decode server has not admitted it, so no rank says that its blocks are not needed."""
+    async with (
+        pair() as (prefill, decode),
+        AsyncClient(decode.server.address) as client,
+        PrefillDecode(prefill.server.address, client, handle_seconds=WAIT) as handing,
+    ):
+        stream = await handing.generate(prompt(5), temperature=-1.0, timeout=WAIT)
+        await something_held(prefill)
+        with pytest.raises(InvalidArgument, match="temperature"):
+            await stream.read()
+        await nothing_held(prefill)
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["closed", "silent"])
