@@ -63,6 +63,8 @@ def _handle(params: dict[str, Any]) -> Any:
         raise InvalidArgument(name, given[:SHOWN], "as another ep-server gave it") from error
     host, port = params.get("remote_host"), params.get("remote_port")
     if isinstance(host, str) and isinstance(port, int):  # a gateway may know another way
+        if not host.isprintable():  # half a surrogate pair, say, which no message can carry
+            raise InvalidArgument(f"{FIELD}.remote_host", host[:SHOWN], "printable")
         handle.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return handle
 

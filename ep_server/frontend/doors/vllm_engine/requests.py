@@ -51,8 +51,9 @@ NAMES: Final[Mapping[str, str]] = {
     "kv_handle": f"{kv_transfer.FIELD}.do_remote_prefill",
     **{
         f"kv_handle.{name}": f"{kv_transfer.FIELD}.remote_handle.{name}"
-        for name in ("key", "tokens", "prompt", "format")
+        for name in ("local", "key", "tokens", "prompt", "format")
     },
+    "kv_handle.address": f"{kv_transfer.FIELD}.remote_host",
     "sampling.num_sequences": f"{_P}n",
     "stopping.max_new_tokens": f"{_P}max_tokens",
     "stopping.min_new_tokens": f"{_P}min_tokens",

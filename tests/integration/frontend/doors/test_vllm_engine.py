@@ -168,6 +168,7 @@ def changed(change: Any) -> Any:
     return made
 
 
+KV_PARAMS = {"do_remote_prefill": True, "remote_handle": "", "remote_port": 1}
 REFUSED = {
     "no-input": (lambda r: r.ClearField("tokenized"), "input = None: must be"),
     "empty": (lambda r: r.tokenized.ClearField("input_ids"), "tokenized.input_ids = "),
@@ -180,6 +181,10 @@ REFUSED = {
     "kv-handle": (
         lambda r: setattr(r, "kv_transfer_params_json", '{"do_remote_prefill": true}'),
         "kv_transfer_params_json.remote_handle = 'None': must be as another ep-server gave it",
+    ),
+    "kv-host": (
+        lambda r: setattr(r, "kv_transfer_params_json", json.dumps({**KV_PARAMS, "remote_host": "\ud800"})),
+        r"kv_transfer_params_json.remote_host = '\ud800': must be printable",
     ),
     "kv": (lambda r: r.kv_transfer_params.SetInParent(), "kv_transfer_params = ''"),
     "image": (lambda r: r.mm_inputs.SetInParent(), "mm_inputs = ''"),
