@@ -26,6 +26,7 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.scheduler import RankScheduler, SchedulerLimits
+from ep_server.scheduler.handoffs import KvExport, KvFetch
 from ep_server.scheduler.kv_blocks import block_digests, private_root, root_digest
 from ep_server.scheduler.kv_events import block_hash
 from ep_server.scheduler.lost_blocks import LostBlock
@@ -101,6 +102,8 @@ class SimulatedRank:
         self.names = self.scheduler.lost.names = Names()
         self.lost_cells: list[Cell] = []  # of a lost rank
         self.lost_right = limits.kv_blocks  # leading blocks of a copy that are still there
+        self.fetching: list[KvFetch] = []  # from another server, which has the number of a request as key
+        self.fetch_right = limits.max_context  # leading tokens of a fetch that arrive
         self.requests: dict[int, Request] = {}
         self.events: dict[int, list[TokenEvent]] = {}
         self.freed: list[int] = []
@@ -149,8 +152,35 @@ class SimulatedRank:
             if self.cells[block * size : (block + 1) * size] != right.get(name)
         }
 
+    def shown_wrongly(self) -> list[KvExport]:
+        """What other servers may read, though it is not there or a step in flight is to write it."""
+        size, shown = self.limits.block_size, self.scheduler.handoffs.exports()
+        unsettled = {cell: value for step in self.unsettled for cell, value in step.items()}
+        wrong = []
+        for export in shown:
+            request = self.requests[export.number]
+            cells = [export.blocks[at // size] * size + at % size for at in range(export.tokens)]
+            right = [(request.cache_salt, request.prompt_ids[at], at) for at in range(export.tokens)]
+            early = any(cell in unsettled and self.cells[cell] is unsettled[cell] for cell in cells)
+            if early or [self.cells[cell] for cell in cells] != right:
+                wrong.append(export)
+        return wrong
+
+    def _fetched(self) -> list[int]:
+        """Ends all fetches. Returns: their tickets."""
+        ended, self.fetching = self.fetching, []
+        for fetch in ended:
+            request = self.requests[int.from_bytes(fetch.source.key, "big")]
+            tokens, size = min(fetch.tokens, self.fetch_right), self.limits.block_size
+            for at in range(tokens):
+                place = fetch.first + at
+                cell = fetch.blocks[at // size] * size + at % size
+                self.cells[cell] = (request.cache_salt, request.prompt_ids[place], place)
+            self.scheduler.handoffs.arrived(fetch.ticket, tokens)
+        return [fetch.ticket for fetch in ended]
+
     def _loaded(self) -> list[int]:
-        """Ends all copies. Returns: the tickets of those that ended."""
+        """Ends all copies and fetches. Returns: the tickets of those that ended."""
         ended, size, lost = list[int](), self.limits.block_size, self.scheduler.lost
         while (copy := lost.next) is not None:
             pairs = list(zip(copy.blocks, copy.sources, strict=True))[: self.lost_right]
@@ -159,7 +189,7 @@ class SimulatedRank:
                 self.cells[block * size : (block + 1) * size] = self.lost_cells[at : at + size]
             lost.arrived(copy.ticket, len(pairs))
             ended.append(copy.ticket)
-        return self.copier.loaded() + ended
+        return self.copier.loaded() + ended + self._fetched()
 
     def run(self, batch: StepBatch, late: Collection[int] = ()) -> list[SampledToken]:
         """Writes the cells of every slice, then reads each sequence back and draws. late: draw nothing."""
@@ -205,7 +235,13 @@ class SimulatedRank:
         return batch
 
     def _plan(self) -> StepBatch:
-        batch = self.scheduler.plan(self.elsewhere)
+        batch, size = self.scheduler.plan(self.elsewhere), self.limits.block_size
+        dropped, fetches = self.scheduler.handoffs.take()
+        self.fetching = [fetch for fetch in self.fetching if fetch.ticket not in dropped]
+        for fetch in (fetch for fetch in fetches if fetch.blocks):
+            self.fetching.append(fetch)
+            for block in fetch.blocks:
+                self.cells[block * size : (block + 1) * size] = [None] * size
         if (moves := self.scheduler.moves()) is not None:
             self.copier.start(moves)
         return batch
@@ -269,6 +305,9 @@ class SimulatedRank:
         while self.in_flight:
             self.settle()
         assert not self.scheduler.has_work
+        for export in self.scheduler.handoffs.exports():
+            assert export.held
+            self.scheduler.handoffs.end(export.number)
         load = self.scheduler.load()
         assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0)
 

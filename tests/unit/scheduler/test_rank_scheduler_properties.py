@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ep_server.records import Request
+from ep_server.records import KvSource, Request
 from ep_server.scheduler import SchedulerLimits
 from ep_server.scheduler.batch import AUTO_BUDGET
 from ep_server.scheduler.cache_reporter import CacheReporter
@@ -52,10 +52,21 @@ def requests(draw: st.DrawFn, number: int, room: int) -> Request:
     )
 
 
+@st.composite
+def handed_off(draw: st.DrawFn, number: int, room: int) -> Request:
+    """The same, and other servers may fetch its blocks, or have them."""
+    request, key = draw(requests(number, room)), number.to_bytes(16, "big")
+    source = KvSource("", "", key, draw(st.integers(1, len(request.prompt_ids))))
+    return replace(
+        request, hold=draw(st.sampled_from([b"", key])), source=draw(st.sampled_from([None, source]))
+    )
+
+
 def siblings_of(first: Request, count: int) -> list[Request]:
     """The sequences of one call: only the first scores the prompt."""
     sampling, start = replace(first.sampling, prompt_logprobs=None), first.number
-    others = [replace(first, number=start + n, group=start, sampling=sampling) for n in range(1, count)]
+    rest = replace(first, group=start, sampling=sampling, hold=b"", source=None)
+    others = [replace(rest, number=start + n) for n in range(1, count)]
     return [replace(first, group=start), *others] if others else [first]
 
 
@@ -91,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.sampled_from([1, 1, 2, 4]))
     def add(self, data, count):
-        first = data.draw(requests(self.number + 1, room_of(self.rank.limits)))
+        first = data.draw(handed_off(self.number + 1, room_of(self.rank.limits)))
         self.number += count
         for request in siblings_of(first, count):
             self.rank.add(request)
@@ -124,6 +135,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_steps(self, written):
         """Another rank was lost: the steps in flight never end, and every stream goes on as if they had."""
         self.rank.lose_steps(written=written)
+
+    @rule(number=st.integers(1, 20), right=st.integers(0, 20))
+    def hand_off(self, number, right):
+        """Another server has fetched what it needs. right: tokens that arrive of what this one fetches."""
+        self.rank.scheduler.handoffs.end(number)
+        self.rank.fetch_right = right
 
     @rule()
     def lose_a_planned_step(self):
@@ -162,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.rank.scheduler.check_integrity()
         self.rank.freed += self.rank.scheduler.freed()
-        assert not self.rank.named_wrongly()
+        assert not self.rank.named_wrongly() and not self.rank.shown_wrongly()
         self.reporter.publish()
         if self.mirror.complete:
             assert self.mirror.blocks == self.rank.cached_blocks()
