@@ -219,7 +219,7 @@ class Server:
         await self._grammars.close()
         await self.engine.stop()
         if self._others is not None:
-            why = self.engine.lost_message or self._failure
+            why = self.engine.lost_message if self.engine.lost.is_set() else self._failure
             await self._others.close(1 if why else 0, why)
         if self.engine.ready:
             log.info("stopped")

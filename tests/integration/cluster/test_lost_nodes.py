@@ -187,6 +187,16 @@ async def test_streams_at_every_node_outlive_a_killed_rank() -> None:
         assert served.times("rank 1 was lost: ") == 1
 
 
+async def test_a_server_that_recovered_ends_well() -> None:
+    """A loss of long ago is not why it stops."""
+    async with cluster() as served:
+        (await served.rank(1)).kill()
+        await served.until(lambda: served.times("recovered after "))
+        served.nodes[0].signal(signal.SIGTERM)
+        assert [await node.end() for node in served.nodes] == [0, 0]
+        assert not served.nodes[1].said("the server has ended")
+
+
 @pytest.mark.slow
 async def test_streams_outlive_a_rank_that_hangs() -> None:
     async with cluster(2, "--exchange-timeout-seconds", "4") as served:
