@@ -227,6 +227,8 @@ class Generations:
             self._listener.on_rank_lost(rank, loss_cause(signs, rank))
             if often := self._losses.too_often(rank):
                 self.out[rank] = often
+            elif rank not in self.held:  # it was lost often once, and the others could not go on without it
+                self.out.pop(rank, None)
 
     def bring_back(self) -> None:
         """Begins to have the ranks serve that are wanted, and no others, and to refill the standby."""

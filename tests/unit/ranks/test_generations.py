@@ -148,6 +148,27 @@ async def test_a_rank_that_serves_is_not_reported_out(placement: Placement) -> N
     await made.stop()
 
 
+async def test_a_rank_that_was_lost_often_long_ago_returns() -> None:
+    """The others could not go on without it then, so it served again."""
+    board, hosts, made = four_ranks(rank_losses=2)
+    for _ in range(2):
+        lose(board, 1, 2)
+        restarting, before = asyncio.ensure_future(made.restart(lambda rank: [])), len(hosts.started)
+        await until(lambda before=before: len(hosts.started) == before + 2)
+        board.ready |= {rank: ready(rank) for rank in (1, 2)}
+        board.heard.set()
+        await asyncio.wait_for(restarting, 30)
+        made.live = made.wanted  # as if both had joined
+        made.arrivals.loading.clear()
+    assert set(made.out) == {1, 2}
+    made._losses._lost_at.clear()  # as if ten minutes had passed
+    lose(board, 2)
+    await asyncio.wait_for(made.restart(lambda rank: []), 30)
+    await until(lambda: len(hosts.started) == 5)
+    assert 2 in made.arrivals.loading and set(made.out) == {1}
+    await made.stop()
+
+
 async def test_without_a_new_process_all_ranks_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def replace(*_: Any, **__: Any) -> Process:
         raise OSError("no process")
