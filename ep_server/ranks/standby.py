@@ -104,18 +104,24 @@ class StandbyPool:
             one.close()
 
     async def _fill(self, seconds: float) -> None:
+        await self._rest(seconds)
+        while len(self._waiting) < self._count and not self._closed.is_set():
+            try:
+                one = await self._start()
+            except OSError as error:
+                seconds, self._wait = self._wait, min(2 * self._wait, LONGEST_FILL_SECONDS)
+                log.warning("no process can be kept on standby: %s; again in %.0f s", error, seconds)
+                await self._rest(seconds)
+                continue
+            if one.process.ended.is_set():
+                one.close()
+            else:
+                self._waiting.append(one)
+
+    async def _rest(self, seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closed.wait()
-        try:
-            while len(self._waiting) < self._count and not self._closed.is_set():
-                one = await self._start()
-                if one.process.ended.is_set():
-                    one.close()
-                else:
-                    self._waiting.append(one)
-        except OSError as error:
-            log.warning("no process can be kept on standby: %s", error)
 
     def _on_exit(self, _rank: int, code: int) -> None:
         """One has ended before it became a rank."""
@@ -131,7 +137,15 @@ class StandbyPool:
     async def _start(self) -> Waiting:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         imported = asyncio.Event()
-        callbacks = replace(NO_CALLBACKS, on_exit=self._on_exit, on_frame=lambda *_: imported.set())
+        process: RankProcess | None = None
+
+        def closed(_rank: int, reason: str) -> None:
+            """It would not get a Start message. Another one follows once it has ended."""
+            log.warning("a process on standby %s", reason)
+            if process is not None:
+                process.signal(signal.SIGKILL)
+
+        callbacks = RankCallbacks(lambda *_: imported.set(), closed, self._on_exit)
         with theirs:
             try:
                 process = await RankProcess.spawn(

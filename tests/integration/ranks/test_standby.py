@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import select
 import signal
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ import pytest
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cluster.node_group import GroupOrder, NodeGroup
 from ep_server.config import Config
-from ep_server.ranks.hosts import LocalRanks, SharedMemory, _process, standby_pool
+from ep_server.ranks.hosts import WORKER, LocalRanks, SharedMemory, _process, standby_pool
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.process import NO_CALLBACKS
 from ep_server.ranks.standby import StandbyPool
@@ -83,6 +84,42 @@ async def test_one_that_ends_is_replaced(pool: StandbyPool) -> None:
         assert [one.process for one in pool._waiting] == [second]
         kept, made = await full(pool)
         assert kept == second.pid and made not in (first.pid, second.pid)
+
+
+async def test_one_that_hangs_is_replaced() -> None:
+    """A signal stops it, and it gets no Start message once its channel is closed."""
+    pool = StandbyPool(1, WORKER, hang_seconds=0.5, seconds=0.1)
+    pool.fill()
+    try:
+        async with asyncio.timeout(WAIT):
+            while not pool._waiting:
+                await asyncio.sleep(0.01)
+            first = pool._waiting[0].process
+            first.signal(signal.SIGSTOP)
+            await first.ended.wait()
+            while not pool._waiting:
+                await asyncio.sleep(0.01)
+        assert pool._waiting[0].process is not first and first.returncode == -signal.SIGKILL
+    finally:
+        await pool.close()
+
+
+async def test_a_pool_that_cannot_start_processes_tries_again() -> None:
+    """The server has too many open files for a while."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pool = StandbyPool(1, WORKER, hang_seconds=60.0, seconds=0.1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        pool.fill()
+        async with asyncio.timeout(WAIT):
+            while pool._wait == pool._seconds:
+                await asyncio.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            while not pool._waiting:
+                await asyncio.sleep(0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await pool.close()
 
 
 @pytest.mark.parametrize("dead", [1, 2])
