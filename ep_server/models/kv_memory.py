@@ -8,8 +8,8 @@ Units: bytes, blocks.
 
 from __future__ import annotations
 
+import ctypes
 import logging
-import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +18,10 @@ from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.sizes import Dtype, kv_block_bytes
 
 log = logging.getLogger(__name__)
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 PAGE = 4096
+PUNCH_HOLE = 0x2 | 0x1  # FALLOC_FL_PUNCH_HOLE, FALLOC_FL_KEEP_SIZE
 NAME_BYTES = 16  # as the scheduler's digests; zeros name nothing
 COMPUTED = "its requests are computed again; to keep it, lower scheduler.kv_fraction or kv_blocks"
 
@@ -128,12 +130,20 @@ class KvMemory:
     def _free(self, place: int) -> None:
         """The names first: who copied a block that has its name afterwards has copied all of it."""
         assert self.fd is not None
+        first = place * self.place_bytes
         try:
-            with mmap.mmap(self.fd, self.place_bytes, offset=place * self.place_bytes) as memory:
-                memory.madvise(mmap.MADV_REMOVE, 0, self._names)
-                memory.madvise(mmap.MADV_REMOVE, self._names, self.place_bytes - self._names)
+            _punch(self.fd, first, self._names)
+            _punch(self.fd, first + self._names, self.place_bytes - self._names)
         except OSError as error:
             log.warning("%d bytes of a lost KV cache cannot be freed: %s", self.place_bytes, error)
+
+
+def _punch(fd: int, first: int, nbytes: int) -> None:
+    """Frees pages of a file. It needs no other descriptor, as a mapping does. Raises: OSError."""
+    sizes = ctypes.c_int64(first), ctypes.c_int64(nbytes)
+    if _LIBC.fallocate(fd, PUNCH_HOLE, *sizes) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _whole(size: int) -> int:

@@ -76,3 +76,20 @@ def test_a_limit_is_reached_later(caplog: pytest.LogCaptureFixture) -> None:
         memory.leave(0, lost=True)
         assert memory.lost == [0]
         assert memory.take(0) == 1
+
+
+def test_memory_is_freed_without_a_free_descriptor(caplog: pytest.LogCaptureFixture) -> None:
+    """A server with too many open files must not keep the caches of lost ranks for ever."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with kv_memory(LAYOUT, keeps=1) as memory:
+        assert memory.take(0) == 0 and memory.fd is not None
+        os.pwrite(memory.fd, b"x" * LAYOUT.nbytes, 0)
+        assert os.fstat(memory.fd).st_blocks > 0
+        memory.leave(0, lost=True)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            assert memory.forget_lost()
+            memory.finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert os.fstat(memory.fd).st_blocks == 0 and not caplog.records
