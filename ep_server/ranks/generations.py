@@ -340,7 +340,11 @@ class Generations:
                 done = {*answers, *self._regrouped, *(one.rank for one in leaving if one.ended.is_set())}
                 return done >= before | target or bool(self._board.signs) or not self.over
 
-            await self._board.until(switched, SWITCH_SECONDS, "they switch")
+            seconds = max(SWITCH_SECONDS, self._timing.answer)  # a rank that hangs is found sooner
+            try:
+                await self._board.until(switched, seconds, "they switch")
+            except StartupError as error:
+                log.error("%s: those that leave are ended", error)
         if self._board.signs or not self.over:
             raise Unavailable("a rank was lost while the ranks switched")
         pause = max((done.seconds for done in answers.values()), default=0.0)

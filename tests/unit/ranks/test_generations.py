@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,22 @@ async def test_a_rank_that_dies_as_it_leaves_is_not_waited_for(monkeypatch: pyte
     board.heard.set()
     await asyncio.wait_for(changing, 30)
     assert left == [3] and 3 not in board.processes
+
+
+async def test_a_rank_that_hangs_as_it_leaves_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for it any more. The requests that it had continue at the others."""
+    board, _, made = four_ranks(answer=0.1)
+    left: list[int] = []
+    made._listener.on_left = left.append  # type: ignore[method-assign]
+
+    async def give(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(made.orders, "give", give)
+    monkeypatch.setattr("ep_server.ranks.generations.SWITCH_SECONDS", 0.1)
+    made._timing = replace(made._timing, grace=0.1)
+    await asyncio.wait_for(made.change(leaves=[3]), 30)
+    assert left == [3] and made.live == {0, 1, 2} == set(board.processes)
 
 
 async def test_changes_that_meet_undo_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
