@@ -18,6 +18,8 @@ from ep_server.errors import ConfigError, StartupError
 
 log = logging.getLogger(__name__)
 
+AGAIN_SECONDS = 1.0  # before the third start in a row; twice as long before each one after it
+
 
 class Recovery:
     """Starts the ranks again, as often as settings.max_losses allows. A failed start counts as a loss."""
@@ -39,6 +41,7 @@ class Recovery:
         self._losses: deque[float] = deque(maxlen=settings.max_losses)  # when
         self._last_loss: dict[int, float] = {}  # by rank: when
         self._running: asyncio.Task[None] | None = None
+        self._failed = 0  # starts in a row
         self._lost_again = False  # the new ranks too, before they got the requests
 
     def begin(self, rank: int | None) -> bool:
@@ -93,7 +96,11 @@ class Recovery:
             if not self._survives():
                 raise
             log.warning("the ranks did not start: %s", error)
+            self._failed += 1
+            if self._failed > 1:  # the host may lack something for a while: processes, descriptors, storage
+                await asyncio.sleep(AGAIN_SECONDS * 2 ** (self._failed - 2))
             return False
+        self._failed = 0
         return not self._lost_again
 
     def _survives(self) -> bool:

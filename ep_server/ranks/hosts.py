@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ep_server.config import Config
+from ep_server.errors import StartupError
 from ep_server.exchange.factory import replaces_ranks, segment_spec
 from ep_server.exchange.segment import create_host_share, create_segment, report_lost
 from ep_server.models.kv_memory import KvMemory
@@ -190,13 +191,14 @@ class OneHost:
             log.info("%s", plan.shadow.described())
         outlive = self._outlive and replaces_ranks(topology_of(self._config, plan.exchange), plan.exchange)
         local = self._local = LocalRanks(self._config, plan, self._module, outlive, self._weights)
-        shared = await asyncio.to_thread(_share, local)
-        if outlive:
-            self._shared = shared
-            await _spawn_all(local, shared, callbacks, started)
-        else:
-            with _closing(shared.descriptors):
+        with _starting():
+            shared = await asyncio.to_thread(_share, local)
+            if outlive:
+                self._shared = shared
                 await _spawn_all(local, shared, callbacks, started)
+            else:
+                with _closing(shared.descriptors):
+                    await _spawn_all(local, shared, callbacks, started)
 
     @property
     def plan(self) -> GroupPlan:
@@ -286,11 +288,12 @@ async def spawn_here(
 ) -> None:
     """Starts the ranks of this host and sends each its Start message. standby: processes to take first.
 
-    Raises: OSError, StartupError.
+    Raises: StartupError.
     """
-    shared = await asyncio.to_thread(_share, local)
-    with _closing(shared.descriptors):
-        await _spawn_all(local, shared, callbacks, started, standby)
+    with _starting():
+        shared = await asyncio.to_thread(_share, local)
+        with _closing(shared.descriptors):
+            await _spawn_all(local, shared, callbacks, started, standby)
 
 
 async def _spawn_all(
@@ -380,6 +383,15 @@ def _start(
         kv_fd=shared.kv.fd,
         kv_place=shared.kv.take(rank),
     )
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Raises: StartupError in place of OSError: another start may succeed."""
+    try:
+        yield
+    except OSError as error:
+        raise StartupError(f"the processes of the ranks cannot be started: {error}") from error
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,8 @@ async def test_tokens_name_the_rank_that_drew_them() -> None:
         assert drawn == [([2, 3], 1), ([4, 5], 0)]
 
 
-async def test_ranks_that_do_not_start_again_end_the_streams() -> None:
+async def test_ranks_that_do_not_start_again_end_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ep_server.engine.recovery.AGAIN_SECONDS", 0.01)
     ranks = FakeRanks(2)
     async with serving(ranks, resilience__on_rank_loss="recover") as served:
         ranks.hold()
@@ -139,6 +141,23 @@ async def test_ranks_that_die_while_they_start_are_replaced() -> None:
         ranks.kill(0)
         assert [t for e in await rest(call) for t in e.tokens.token_ids] == [2, 3, 4, 5]
         assert ranks.failures == [] and served.heard.recovered == [1] and served.heard.lost == [0, 1]
+
+
+async def test_starts_that_fail_leave_the_host_more_and_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it lacks may be there again a little later."""
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def record(seconds: float, *rest: Any) -> Any:
+        slept.append(seconds)
+        return await sleep(0, *rest)
+
+    monkeypatch.setattr("ep_server.engine.recovery.asyncio.sleep", record)
+    ranks = UnluckyRanks(*(StartupError("too many open files") for _ in range(4)))
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.kill(0)
+        await served.until(lambda: len(served.heard.recovered) == 1)
+    assert [seconds for seconds in slept if seconds >= 1] == [1.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize("failure_of_start", [OSError("out of processes"), ConfigError("x", 1, "2")])

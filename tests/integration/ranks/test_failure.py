@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -248,6 +249,18 @@ async def test_start_names_a_missing_file(tiny: Tiny, tmp_path: Path) -> None:
     message = await started(rank_config(path, 2))
     assert message.startswith("CheckpointError: ")
     assert str(path) in message
+
+
+async def test_a_start_without_free_descriptors_is_no_bug(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_process(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("ep_server.ranks.process.subprocess.Popen", no_process)
+    message = await started(rank_config(tiny.path, 2))
+    expected = "StartupError: the processes of the ranks cannot be started: [Errno 24] Too many open files"
+    assert message == expected
 
 
 async def test_start_names_an_unknown_architecture(tiny: Tiny, tmp_path: Path) -> None:
