@@ -13,10 +13,10 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ep_server.errors import StartupError
-from ep_server.ranks.process import NO_CALLBACKS, STANDBY, RankCallbacks, RankProcess, exit_reason
+from ep_server.ranks.process import STANDBY, RankCallbacks, RankProcess, exit_reason
 from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
