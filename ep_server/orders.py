@@ -30,11 +30,13 @@ class PrepareWeights:
     """Order to a rank: read its part of a checkpoint, while it serves. Answered once that is in memory.
 
     change: its number; of all changes, from 1. version: of these weights. path: on the rank's host.
+    files: models.identity.files_identity() of them; "" = not checked.
     """
 
     change: int
     version: int
     path: str
+    files: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ep_server.models.dummy import DummyReader
 from ep_server.models.experts import SlotMove, load_slots
 from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.footprint import footprint
+from ep_server.models.identity import check_files
 from ep_server.models.kv_cache import KvCache, Zeros
 from ep_server.models.layers import ModelWeights
 from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader, TensorSource
@@ -56,7 +57,7 @@ class LoadParams:
     compute: whose arithmetic to use; None = our CPU kernels. load_format, routing, seed, kv_dtype: as in
       ModelConfig.
     held: by layer, by slot of this rank: the expert, or EMPTY; None = those that `placement` gives it.
-    version: of the weights.
+    version: of the weights. files: identity of their files, which must not hold others; "" = any.
     """
 
     path: str
@@ -72,6 +73,7 @@ class LoadParams:
     kv_dtype: str = "auto"
     held: Held | None = None
     version: int = 0
+    files: str = ""
 
     def slots(self, spec: ModelSpec) -> list[SlotMove]:
         """What the slots of this rank hold in layers with experts."""
@@ -161,9 +163,9 @@ def load_model(
         source = DummyReader(spec, params.seed, compute.device)
         weights = weights_from(source, spec, experts, TORCH[dtype], compute, progress, loaders)
     else:
-        checkpoint = Checkpoint.open(params.path)
         files = files_for(compute.device)
-        weights = load_weights(checkpoint, spec, experts, TORCH[dtype], compute, progress, loaders, files)
+        with _unchanged(params, Checkpoint.open(params.path)) as checkpoint:
+            weights = load_weights(checkpoint, spec, experts, TORCH[dtype], compute, progress, loaders, files)
     uniform = None
     if params.routing != "router":
         exponent = 1.0 if params.routing == "zipf" else 0.0
@@ -234,10 +236,20 @@ def source_of(
     if params.load_format == "dummy":
         yield DummyReader(spec, params.seed, device)
         return
-    checkpoint = opened or Checkpoint.open(params.path)
-    with files_for(device, beside=opened is not None) as files:
+    with (
+        _unchanged(params, opened or Checkpoint.open(params.path)) as checkpoint,
+        files_for(device, beside=opened is not None) as files,
+    ):
         yield TensorReader(checkpoint, spec.quant_block, files)
         files.finish()
+
+
+@contextmanager
+def _unchanged(params: LoadParams, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """Raises: ConfigError if its files hold other weights, before or after they are read; CheckpointError."""
+    check_files(checkpoint, params.files)
+    yield checkpoint
+    check_files(checkpoint, params.files)
 
 
 def in_host_memory(compute: Compute) -> Compute:

@@ -10,6 +10,7 @@ from ep_server.backends.assembly import TORCH, LoadParams, RankModel, load_exper
 from ep_server.backends.shadow import HostExperts, copies_for
 from ep_server.models.checkpoint import Checkpoint
 from ep_server.models.experts import ExpertLoader, SlotMove, slot_parts
+from ep_server.models.identity import files_stamp
 from ep_server.models.layers import MoeWeights
 
 BYTES_PER_SECOND = 1e9  # read beside steps: a fiftieth of what PCIe carries, and of the time of its thread
@@ -22,7 +23,7 @@ class SlotLoader:
         """shadow: where experts come from that it holds."""
         self._model, self._shadow = model, shadow
         self._copies = copies_for(model.compute.device) if shadow is None else shadow.copies
-        self._opened: tuple[tuple[str, int], Checkpoint] | None = None  # of a path and a version
+        self._opened: tuple[tuple[str, int, str], Checkpoint] | None = None  # of path, version, files_stamp()
 
     def warm_up(self, params: LoadParams) -> None:
         """Takes the memory for reading beside steps: allocating it then would delay them.
@@ -75,7 +76,10 @@ class SlotLoader:
         """Its headers are read once: that holds up all threads of the process."""
         if params.load_format == "dummy":
             return None
-        of = params.path, params.version
-        if self._opened is None or self._opened[0] != of:
-            self._opened = of, Checkpoint.open(params.path)
-        return self._opened[1]
+        if self._opened is not None:
+            of, opened = self._opened
+            if of == (params.path, params.version, files_stamp(opened)):
+                return opened
+        opened = Checkpoint.open(params.path)
+        self._opened = (params.path, params.version, files_stamp(opened)), opened
+        return opened

@@ -260,7 +260,7 @@ class ClusterRanks:
         """As Ranks.watch_cache."""
         self._serving.ranks.watch_cache(on=on)
 
-    def use_weights(self, path: str, version: int) -> None:
+    def use_weights(self, path: str, version: int, files: str = "") -> None:
         """As Ranks.use_weights. A group that is being prepared has others: it starts again."""
         self._weights = path, version
         if self._preparing is not None:

@@ -173,7 +173,12 @@ class NodeGroup:
         """As Hosts.replacing: a group over several hosts starts again as a whole."""
         return
 
-    def use_weights(self, path: str, version: int) -> None:
+    @property
+    def weights(self) -> tuple[str, int, str]:
+        """As Hosts.weights. Files are not checked."""
+        return self.order.weights_path, self.order.weights_version, ""
+
+    def use_weights(self, path: str, version: int, files: str = "") -> None:
         """As Hosts.use_weights: nothing, as each group starts once."""
 
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:

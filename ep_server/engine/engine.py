@@ -230,10 +230,11 @@ class Engine:
         answers = await self._delivery.orders.give(order, seconds, what)
         return sum(done.blocks for done in answers)
 
-    async def update_weights(self, path: str, check: Callable[[str], None]) -> WeightsUpdated:
+    async def update_weights(self, path: str, check: Callable[[str], str]) -> WeightsUpdated:
         """Switches to the weights of another checkpoint of the same shapes. No stream ends.
 
-        check: raises an error for a path that cannot be used; called in another thread.
+        check: raises an error for a path that cannot be used, and returns PrepareWeights.files; called in
+            another thread.
         Returns: once all ranks have switched. Requests submitted afterwards see the new weights only.
         Raises: Unavailable, Draining, RankLost; as Weights.update().
         """

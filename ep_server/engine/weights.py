@@ -41,15 +41,15 @@ class Weights:
     """
 
     def __init__(
-        self, orders: RankOrders, path: str, adopt: Callable[[str, int], None], most_pause: float
+        self, orders: RankOrders, path: str, adopt: Callable[[str, int, str], None], most_pause: float
     ) -> None:
-        """adopt: gets path and version that ranks load when they start again. most_pause: seconds."""
+        """adopt: gets path, version and files that ranks load when they start again. most_pause: seconds."""
         self.version, self.path, self.switching = 0, path, False
         self._orders, self._adopt, self._most_pause = orders, adopt, most_pause
         self._path = ""  # of the update that runs
         self._running: asyncio.Task[WeightsUpdated] | None = None
 
-    async def update(self, path: str, check: Callable[[str], None]) -> WeightsUpdated:
+    async def update(self, path: str, check: Callable[[str], str]) -> WeightsUpdated:
         """Switches all ranks to the weights of another checkpoint. It goes on if the caller leaves.
 
         check: see Engine.update_weights().
@@ -62,14 +62,14 @@ class Weights:
         self._running = asyncio.get_running_loop().create_task(self._update(path, check))
         return await asyncio.shield(self._running)
 
-    async def _update(self, path: str, check: Callable[[str], None]) -> WeightsUpdated:
-        await asyncio.to_thread(check, path)
+    async def _update(self, path: str, check: Callable[[str], str]) -> WeightsUpdated:
+        files = await asyncio.to_thread(check, path)
         async with self._orders.changing:
-            return await self._switch(path)
+            return await self._switch(path, files)
 
-    async def _switch(self, path: str) -> WeightsUpdated:
+    async def _switch(self, path: str, files: str) -> WeightsUpdated:
         change, version = next(self._orders.changes), self.version + 1
-        order = PrepareWeights(change, version, path)
+        order = PrepareWeights(change, version, path, files)
         try:
             prepared = await self._orders.give(order, PREPARE_SECONDS, f"reading weights from {path}")
             bound = max(done.nbytes / max(done.rate, 1.0) for done in prepared)
@@ -86,7 +86,7 @@ class Weights:
             raise
         self.version, self.path, self.switching = version, path, True
         try:
-            self._adopt(path, version)
+            self._adopt(path, version, files)
             switched = await self._orders.give(SwitchChange(change), SWITCH_SECONDS, f"switching to {path}")
         finally:
             self.switching = False

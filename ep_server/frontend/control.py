@@ -33,6 +33,7 @@ from ep_server.frontend.handoffs import Handoffs
 from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
 from ep_server.frontend.port import Port
 from ep_server.frontend.served_model import ServedModel
+from ep_server.models.identity import files_identity
 from ep_server.observability.fault_report import versions
 from ep_server.observability.quantiles import NANO, balance, summarise_ranks
 from ep_server.ranks.protocol import pid_space
@@ -266,14 +267,15 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
         group = self._engine.group
         return control_pb2.ScaleResponse(live=[] if group is None else group.live, pause_seconds=pause)
 
-    def _check_weights(self, path: str) -> None:
-        """In another thread."""
+    def _check_weights(self, path: str) -> str:
+        """In another thread. Returns: what identifies its files."""
         if self._facts is None:
             try:
                 self._facts = CheckpointFacts.read(self._config.model.path)
             except CheckpointError as error:
                 raise Unavailable(f"the served checkpoint cannot be read any more: {error}") from error
         self._facts.check(path)
+        return files_identity(path)
 
 
 def _is_inside(path: str, folder: str) -> bool:

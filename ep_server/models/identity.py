@@ -1,11 +1,13 @@
-"""Identifies the KV of a model, by format and weights. Needs no torch."""
+"""Identifies the KV of a model, by format and weights, and the files of the weights. Needs no torch."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import groupby
+from pathlib import Path
 
-from ep_server.errors import CheckpointError
+from ep_server.errors import CheckpointError, ConfigError
 from ep_server.models.checkpoint import Checkpoint
 from ep_server.models.families.spec import ModelSpec
 from ep_server.models.sizes import Dtype
@@ -25,7 +27,49 @@ def weights_digest(path: str) -> str:
 
     Raises: CheckpointError if a file cannot be read.
     """
-    digest, tensors = blake2b(digest_size=DIGEST_BYTES), Checkpoint.open(path).tensors
+    return _content(Checkpoint.open(path))
+
+
+def files_identity(path: str) -> str:
+    """Of the files of a checkpoint directory, as they are now. Raises: CheckpointError."""
+    checkpoint = Checkpoint.open(path)
+    return f"{files_stamp(checkpoint)}:{_content(checkpoint)}"
+
+
+def files_stamp(checkpoint: Checkpoint) -> str:
+    """Size and time of each shard. Raises: CheckpointError if one is gone."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for shard in checkpoint.shards:
+        try:
+            stat = shard.stat()
+        except OSError as error:
+            raise CheckpointError(f"{shard}: shard cannot be read ({error.strerror})") from error
+        digest.update(f"{shard.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
+    return digest.hexdigest()
+
+
+def check_files(checkpoint: Checkpoint, identity: str) -> None:
+    """Files that were only written again hold the same weights. identity: of files_identity(); "" = any.
+
+    Raises: ConfigError if they hold others; CheckpointError.
+    """
+    stamp, _, content = identity.partition(":")
+    if (
+        identity
+        and (now := files_stamp(checkpoint)) != stamp
+        and _content_now(checkpoint.path, now) != content
+    ):
+        allowed = "unchanged while it is served: its files hold other weights now than the ranks have loaded"
+        raise ConfigError("model.path", str(checkpoint.path), allowed)
+
+
+@lru_cache(1)
+def _content_now(path: Path, _stamp: str) -> str:
+    return _content(Checkpoint.open(path))
+
+
+def _content(checkpoint: Checkpoint) -> str:
+    digest, tensors = blake2b(digest_size=DIGEST_BYTES), checkpoint.tensors
     by_place = sorted(tensors.values(), key=lambda tensor: (tensor.file, tensor.begin))
     samples = dict[str, bytes]()
     try:
@@ -35,7 +79,7 @@ def weights_digest(path: str) -> str:
                     content.seek(tensor.begin + max(0, tensor.nbytes - SAMPLE_BYTES) // 2)
                     samples[tensor.name] = content.read(min(SAMPLE_BYTES, tensor.nbytes))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+        raise CheckpointError(f"{checkpoint.path}: cannot be read ({error})") from error
     for name, tensor in sorted(tensors.items()):  # however they are cut into files
         digest.update(f"{name}:{tensor.dtype}{list(tensor.shape)};".encode() + samples[tensor.name])
     return digest.hexdigest()

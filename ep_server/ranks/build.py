@@ -86,7 +86,7 @@ class RankParts:
     modes: ExchangeModes
     masks: GrammarMasks
     profiler: StepProfiler
-    new_weights: Callable[[str, int], Change]
+    new_weights: Callable[[str, int, str], Change]
     handoff: HandoffDesk
     lost_kv: LostKv
     copier: KvCopier = field(default_factory=NoCopies)
@@ -230,6 +230,7 @@ def _load_params(start: pb.Start, config: Config, spec: ExchangeSpec, device: De
         seed=given.seed,
         kv_dtype=given.kv_dtype,
         version=start.weights_version,
+        files=start.weights_files,
     )
 
 

@@ -84,9 +84,9 @@ class RankExperts:
         """As load_model() takes them, for weights of the same slots."""
         return replace(self._params, held=tuple(tuple(layer) for layer in self._held))
 
-    def loaded_from(self, path: str, version: int) -> None:
+    def loaded_from(self, path: str, version: int, files: str) -> None:
         """The weights in force are those of another checkpoint."""
-        self._params = replace(self._params, path=path, version=version)
+        self._params = replace(self._params, path=path, version=version, files=files)
 
     def served_slots(self) -> list[SlotMove]:
         """Slots whose experts this rank serves, as the first live rank that does."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
-from ep_server.errors import EpServerError, RankLost, StartupError, Unavailable
+from ep_server.errors import ConfigError, EpServerError, RankLost, StartupError, Unavailable
 from ep_server.orders import DropChange, PrepareGeneration, SwitchChange
 from ep_server.ranks.arrivals import Arrivals
 from ep_server.ranks.board import Board, Timing
@@ -112,6 +112,9 @@ class Generations:
             board.signs.clear()
             fresh = lost_ranks(signs) & self.live
             self.count(signs, fresh)
+            for sign in signs:
+                if isinstance(sign.error, ConfigError):  # no other process would do better
+                    raise sign.error
             left_over = set(board.processes) - self.arrivals.loading - (self.live - dead)
             await self.arrivals.end(fresh | left_over, fresh)
             for rank in fresh:

@@ -10,15 +10,14 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ep_server.config import Config
-from ep_server.errors import StartupError
 from ep_server.exchange.factory import replaces_ranks, segment_spec
 from ep_server.exchange.segment import create_host_share, create_segment, report_lost
+from ep_server.models.identity import files_identity
 from ep_server.models.kv_memory import KvMemory
 from ep_server.models.shadow import create_shadow
 from ep_server.ranks.group import (
@@ -30,7 +29,7 @@ from ep_server.ranks.group import (
     topology_of,
 )
 from ep_server.ranks.messages import placement_message
-from ep_server.ranks.process import RankCallbacks, RankProcess
+from ep_server.ranks.process import RankCallbacks, RankProcess, closing, starting
 from ep_server.ranks.slots import num_ranks, with_spares
 from ep_server.ranks.standby import StandbyPool
 from ep_server.scheduler.placement import Placement
@@ -90,8 +89,13 @@ class Hosts(Protocol):
         """
         ...
 
-    def use_weights(self, path: str, version: int) -> None:
+    def use_weights(self, path: str, version: int, files: str = "") -> None:
         """Ranks spawned from now on load these weights."""
+        ...
+
+    @property
+    def weights(self) -> tuple[str, int, str]:
+        """What use_weights() would take for those in force."""
         ...
 
     @property
@@ -171,7 +175,7 @@ class OneHost:
 
     def __init__(self, config: Config, module: str = WORKER, *, outlive: bool = False) -> None:
         self._config, self._module, self._outlive = config, module, outlive
-        self._weights = 0
+        self._weights, self._files = 0, ""
         self._local: LocalRanks | None = None
         self._shared: SharedMemory | None = None
         self._standby = standby_pool(config, module)
@@ -190,14 +194,17 @@ class OneHost:
         if plan.shadow is not None:
             log.info("%s", plan.shadow.described())
         outlive = self._outlive and replaces_ranks(topology_of(self._config, plan.exchange), plan.exchange)
-        local = self._local = LocalRanks(self._config, plan, self._module, outlive, self._weights)
-        with _starting():
+        if not self._files and self._config.model.load_format != "dummy":
+            self._files = await asyncio.to_thread(files_identity, self._config.model.path)
+        weights = self._weights, self._files
+        local = self._local = LocalRanks(self._config, plan, self._module, outlive, *weights)
+        with starting():
             shared = await asyncio.to_thread(_share, local)
             if outlive:
                 self._shared = shared
                 await _spawn_all(local, shared, callbacks, started)
             else:
-                with _closing(shared.descriptors):
+                with closing(shared.descriptors):
                     await _spawn_all(local, shared, callbacks, started)
 
     @property
@@ -252,12 +259,17 @@ class OneHost:
         for fd in shared.descriptors if shared else ():
             os.close(fd)
 
-    def use_weights(self, path: str, version: int) -> None:
+    def use_weights(self, path: str, version: int, files: str = "") -> None:
         """As Hosts.use_weights."""
         self._config = replace(self._config, model=replace(self._config.model, path=path))
-        self._weights = version
+        self._weights, self._files = version, files
         if self._local is not None:
-            self._local = replace(self._local, config=self._config, weights=version)
+            self._local = replace(self._local, config=self._config, weights=version, files=files)
+
+    @property
+    def weights(self) -> tuple[str, int, str]:
+        """As Hosts.weights."""
+        return self._config.model.path, self._weights, self._files
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +277,7 @@ class LocalRanks:
     """The ranks of this host.
 
     outlive: a rank outlives the loss of another one. weights: version of those that config.model.path has.
+    files: see LoadParams.
     """
 
     config: Config
@@ -272,6 +285,7 @@ class LocalRanks:
     module: str = WORKER
     outlive: bool = False
     weights: int = 0
+    files: str = ""
 
 
 def warn_of_unused(plan: GroupPlan) -> None:
@@ -290,9 +304,9 @@ async def spawn_here(
 
     Raises: StartupError.
     """
-    with _starting():
+    with starting():
         shared = await asyncio.to_thread(_share, local)
-        with _closing(shared.descriptors):
+        with closing(shared.descriptors):
             await _spawn_all(local, shared, callbacks, started, standby)
 
 
@@ -379,25 +393,8 @@ def _start(
         kv_blocks=local.plan.kv_blocks,
         outlives=local.outlive,
         weights_version=local.weights,
+        weights_files=local.files,
         shadow_fd=shared.shadow,
         kv_fd=shared.kv.fd,
         kv_place=shared.kv.take(rank),
     )
-
-
-@contextmanager
-def _starting() -> Iterator[None]:
-    """Raises: StartupError in place of OSError: another start may succeed."""
-    try:
-        yield
-    except OSError as error:
-        raise StartupError(f"the processes of the ranks cannot be started: {error}") from error
-
-
-@contextmanager
-def _closing(descriptors: Sequence[int]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for fd in descriptors:
-            os.close(fd)

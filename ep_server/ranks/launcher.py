@@ -179,11 +179,16 @@ class RankProcesses:
         self._board.watching = on
         self._send_all(pb.ToRank(watch_cache=pb.WatchCache(on=on)))
 
-    def use_weights(self, path: str, version: int) -> None:
+    def use_weights(self, path: str, version: int, files: str = "") -> None:
         """As Ranks.use_weights."""
-        self._hosts.use_weights(path, version)
+        self._hosts.use_weights(path, version, files)
         if self._generations is not None:
             self._generations.arrivals.weights_changed()
+
+    @property
+    def weights(self) -> tuple[str, int, str]:
+        """What use_weights() would take for those in force."""
+        return self._hosts.weights
 
     def forget_lost(self) -> None:
         """As Ranks.forget_lost."""

@@ -57,14 +57,14 @@ class WeightsInPlace:
     shadow: HostExperts | None = None
     filler: ShadowFiller | None = None
 
-    def change(self, path: str, version: int) -> Change:
-        """A change to the weights of another checkpoint of the same shapes."""
-        return _NewWeights(self, path, version)
+    def change(self, path: str, version: int, files: str = "") -> Change:
+        """A change to the weights of another checkpoint of the same shapes. files: see LoadParams."""
+        return _NewWeights(self, path, version, files)
 
-    def params_of(self, path: str, version: int) -> LoadParams:
+    def params_of(self, path: str, version: int, files: str) -> LoadParams:
         """To load the same part of another checkpoint."""
         params = self.params if self.experts is None else self.experts.params
-        return dataclasses.replace(params, path=path, version=version)
+        return dataclasses.replace(params, path=path, version=version, files=files)
 
     def served(self) -> list[SlotMove]:
         """Slots of the experts that this rank reads for all ranks, in layers with experts."""
@@ -79,11 +79,11 @@ class _NewWeights:
 
     outlives_loss = needs_idle = True
 
-    def __init__(self, place: WeightsInPlace, path: str, version: int) -> None:
+    def __init__(self, place: WeightsInPlace, path: str, version: int, files: str) -> None:
         self._place, self._path, self._version = place, path, version
         device = place.model.compute.device
         self._copies = copies_for(device) if place.shadow is None else place.shadow.copies
-        self._params = place.params_of(path, version)
+        self._params = place.params_of(path, version, files)
         self._slots = self._params.slots(place.model.spec)
         self._old = replicated_tensors(place.model.weights)
         self._slot_bytes = _slot_bytes(place.model.weights)
@@ -132,7 +132,7 @@ class _NewWeights:
             raise InternalError(f"{len(missing)} experts of {self._path} have left the host memory")
         place.runner.weights_changed()
         if place.experts is not None:
-            place.experts.loaded_from(self._path, self._version)
+            place.experts.loaded_from(self._path, self._version, self._params.files)
         place.scheduler.flush_cache(self._version)
         self._new = self._experts = None
 

@@ -81,7 +81,7 @@ class OrderDesk:
             return self._experts.change(order.placement)
         if isinstance(order, PrepareGeneration):
             return self._experts.generation(order, partial(self._enter, order))
-        return self._new_weights(order.path, order.version)
+        return self._new_weights(order.path, order.version, order.files)
 
     @property
     def _experts(self) -> RankExperts:

@@ -37,8 +37,9 @@ def order_message(order: RankOrder, number: int, work_number: int = 0) -> pb.ToR
     elif isinstance(order, StopProfile):
         wire.stop_profile.SetInParent()
     elif isinstance(order, PrepareWeights):
-        prepare = pb.PrepareWeights(change=order.change, version=order.version, path=order.path)
-        wire.prepare_weights.CopyFrom(prepare)
+        wire.prepare_weights.CopyFrom(
+            pb.PrepareWeights(change=order.change, version=order.version, path=order.path, files=order.files)
+        )
     elif isinstance(order, PreparePlacement):
         wire.prepare_placement.change = order.change
         wire.prepare_placement.placement.CopyFrom(placement_message(order.placement))
@@ -71,7 +72,7 @@ def order_of(wire: pb.Order) -> RankOrder:
         return StartProfile(wire.start_profile.name, wire.start_profile.steps)
     if kind == "prepare_weights":
         prepare = wire.prepare_weights
-        return PrepareWeights(prepare.change, prepare.version, prepare.path)
+        return PrepareWeights(prepare.change, prepare.version, prepare.path, prepare.files)
     if kind == "prepare_placement":
         given = wire.prepare_placement
         return PreparePlacement(given.change, placement_of(given.placement))

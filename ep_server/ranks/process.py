@@ -12,12 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import ep_server
+from ep_server.errors import StartupError
 from ep_server.ranks.channel import FrontChannel
 
 LOOK_SECONDS = 0.02  # between two looks whether a process has ended
@@ -209,6 +210,25 @@ def import_path() -> list[str]:
     root = str(Path(ep_server.__file__).parents[1])
     absolute = [entry for entry in sys.path if Path(entry).is_absolute()]
     return absolute if root in absolute else [root, *absolute]
+
+
+@contextmanager
+def closing(descriptors: Iterable[int]) -> Iterator[None]:
+    """Closes them in the end."""
+    try:
+        yield
+    finally:
+        for fd in descriptors:
+            os.close(fd)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Raises: StartupError in place of OSError: another start may succeed."""
+    try:
+        yield
+    except OSError as error:
+        raise StartupError(f"the processes of the ranks cannot be started: {error}") from error
 
 
 def exit_reason(code: int) -> str:

@@ -180,8 +180,8 @@ class Ranks(Protocol):
         """Begins or ends on_kv_events. Every beginning is answered by the whole content of every cache."""
         ...
 
-    def use_weights(self, path: str, version: int) -> None:
-        """Ranks that start from now on load these weights."""
+    def use_weights(self, path: str, version: int, files: str = "") -> None:
+        """Ranks that start from now on load these weights. files: see PrepareWeights."""
         ...
 
     def forget_lost(self) -> None:

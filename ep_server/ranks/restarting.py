@@ -26,7 +26,6 @@ class RestartingRanks:
         self.group = make()
         self.num_ranks = self.group.num_ranks
         self._listener: RankListener | None = None
-        self._weights: tuple[str, int] | None = None
         self._wanted: Wanted | None = None  # as the group that ended was scaled
 
     def __repr__(self) -> str:
@@ -49,9 +48,8 @@ class RestartingRanks:
             log.warning("all ranks start again: %s", error)
         await self.group.stop()
         self._wanted = self.group.wanted or self._wanted
-        self.group = self._make()
-        if self._weights is not None:
-            self.group.use_weights(*self._weights)
+        weights, self.group = self.group.weights, self._make()
+        self.group.use_weights(*weights)
         ready = await self.group.start(self._listener, lambda *_: None)
         if self._wanted is not None:
             self.group.want(self._wanted)
@@ -73,10 +71,9 @@ class RestartingRanks:
         """As Ranks.watch_cache."""
         self.group.watch_cache(on=on)
 
-    def use_weights(self, path: str, version: int) -> None:
+    def use_weights(self, path: str, version: int, files: str = "") -> None:
         """As Ranks.use_weights."""
-        self._weights = path, version
-        self.group.use_weights(path, version)
+        self.group.use_weights(path, version, files)
 
     def forget_lost(self) -> None:
         """As Ranks.forget_lost."""

@@ -150,7 +150,7 @@ class FakeRanks:
         for cache in self._caches:
             cache.watch(on=on)
 
-    def use_weights(self, path: str, version: int) -> None:
+    def use_weights(self, path: str, version: int, files: str = "") -> None:
         """As Ranks.use_weights; tokens stay the same."""
         self.weights = path, version
 

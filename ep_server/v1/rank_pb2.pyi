@@ -45,7 +45,7 @@ class ToRank(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ..., forget_lost: _Optional[_Union[ForgetLost, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "awaited", "placement", "live", "weights_version", "handover", "shadow_fd", "kv_fd", "kv_place")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "awaited", "placement", "live", "weights_version", "weights_files", "handover", "shadow_fd", "kv_fd", "kv_place")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class Start(_message.Message):
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FILES_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FD_FIELD_NUMBER: _ClassVar[int]
     KV_FD_FIELD_NUMBER: _ClassVar[int]
@@ -76,11 +77,12 @@ class Start(_message.Message):
     placement: Placement
     live: _containers.RepeatedScalarFieldContainer[int]
     weights_version: int
+    weights_files: str
     handover: int
     shadow_fd: int
     kv_fd: int
     kv_place: int
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., awaited: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., handover: _Optional[int] = ..., shadow_fd: _Optional[int] = ..., kv_fd: _Optional[int] = ..., kv_place: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., awaited: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., weights_files: _Optional[str] = ..., handover: _Optional[int] = ..., shadow_fd: _Optional[int] = ..., kv_fd: _Optional[int] = ..., kv_place: _Optional[int] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("num_experts", "slots_per_rank", "layers")
@@ -283,14 +285,16 @@ class Order(_message.Message):
     def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., switch_change: _Optional[int] = ..., drop_change: _Optional[int] = ..., release_kv: _Optional[bytes] = ..., prepare_placement: _Optional[_Union[PreparePlacement, _Mapping]] = ..., count_experts: _Optional[_Union[CountExperts, _Mapping]] = ..., prepare_generation: _Optional[_Union[PrepareGeneration, _Mapping]] = ..., work_number: _Optional[int] = ...) -> None: ...
 
 class PrepareWeights(_message.Message):
-    __slots__ = ("change", "version", "path")
+    __slots__ = ("change", "version", "path", "files")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     change: int
     version: int
     path: str
-    def __init__(self, change: _Optional[int] = ..., version: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    files: str
+    def __init__(self, change: _Optional[int] = ..., version: _Optional[int] = ..., path: _Optional[str] = ..., files: _Optional[str] = ...) -> None: ...
 
 class PreparePlacement(_message.Message):
     __slots__ = ("change", "placement")

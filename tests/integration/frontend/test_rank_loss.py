@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 
+from ep_server.cli.demo.run import DEMO_MODEL
 from tests.support.losing import ASKED, NEW, RANKS, WAIT, Losing, losing, run_all, seen
+from tests.support.models.perturbed import perturbed
 from tests.support.ranks.fatal_add_rank import FATAL
 from tests.support.ranks.serving import begun
 
@@ -175,3 +179,22 @@ async def test_a_rank_that_reads_experts_for_long_is_waited_for() -> None:
         assert [seen(output) for output in await running] == expected
         await lost.recovered(1)
         assert lost.group() is group and len(lost.heard.recovered) == 1
+
+
+async def test_weights_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
+    """Somebody replaces the checkpoint under a server that has to read experts of a lost rank."""
+    path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
+    async with losing(model__path=str(path)) as lost:
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        (path / "model.safetensors").touch()
+        running = await lost.begun(ASKED, 5)
+        lost.signal(1)
+        assert [seen(output) for output in await running] == expected
+        await lost.recovered(1)
+        running = await lost.begun(ASKED, 5)
+        (other / "model.safetensors").replace(path / "model.safetensors")
+        lost.signal(2)
+        with pytest.raises(AioRpcError, match="its files hold other weights now than the ranks have loaded"):
+            await running
+        await lost.server.engine.lost.wait()

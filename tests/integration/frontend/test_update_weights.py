@@ -165,7 +165,7 @@ async def test_requests_after_an_update_see_new_weights(other: Path) -> None:
         while server.engine.state is EngineState.SERVING:
             await asyncio.sleep(0.001)
         with pytest.raises(Unavailable):  # without a channel, which may take longer than the recovery
-            await server.engine.update_weights(str(DEMO_MODEL), lambda path: None)
+            await server.engine.update_weights(str(DEMO_MODEL), lambda path: "")
         found = await answers(client)
         assert tokens(found) == expected
         assert in_force(server) == (done.version, str(other))

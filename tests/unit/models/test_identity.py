@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ep_server.errors import CheckpointError
-from ep_server.models.identity import weights_digest
+from ep_server.errors import CheckpointError, ConfigError
+from ep_server.models.checkpoint import Checkpoint
+from ep_server.models.identity import check_files, files_identity, weights_digest
 
 NAMES = [f"layers.{number}.weight" for number in range(40)]
 
@@ -51,3 +53,28 @@ def test_a_missing_checkpoint_has_no_digest(tmp_path: Path) -> None:
     """Else two servers whose files were deleted would agree."""
     with pytest.raises(CheckpointError):
         weights_digest(str(tmp_path))
+
+
+def test_files_that_hold_other_weights_are_found(tmp_path: Path) -> None:
+    """Files that are only written again, or touched, hold the same."""
+    path = tmp_path / "model"
+    write(path, [tensors()])
+    identity, shard = files_identity(str(path)), path / "0.safetensors"
+
+    def check() -> None:
+        check_files(Checkpoint.open(path), identity)
+
+    check()
+    os.utime(shard, ns=(1, 1))
+    check()
+    save_file(tensors() | {NAMES[7]: tensors()[NAMES[7]] + 1e-3}, shard)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="its files hold other weights now"):
+            check()
+    check_files(Checkpoint.open(path), "")
+    save_file(tensors(), shard)
+    check()
+    opened = Checkpoint.open(path)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="shard cannot be read"):
+        check_files(opened, identity)

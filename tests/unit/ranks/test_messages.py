@@ -129,7 +129,7 @@ def test_tokens(batch: list[TokenEvent], step: int, weights: int) -> None:
         FlushCache(),
         StartProfile("p", 3),
         StopProfile(),
-        PrepareWeights(5, 2, "/new weights"),
+        PrepareWeights(5, 2, "/new weights", "stamp:digest"),
         SwitchChange(5),
         DropChange(5),
     ],
