@@ -164,7 +164,7 @@ def load_model(
         weights = weights_from(source, spec, experts, TORCH[dtype], compute, progress, loaders)
     else:
         files = files_for(compute.device)
-        with _unchanged(params, Checkpoint.open(params.path)) as checkpoint:
+        with _unchanged(params) as checkpoint:
             weights = load_weights(checkpoint, spec, experts, TORCH[dtype], compute, progress, loaders, files)
     uniform = None
     if params.routing != "router":
@@ -237,7 +237,7 @@ def source_of(
         yield DummyReader(spec, params.seed, device)
         return
     with (
-        _unchanged(params, opened or Checkpoint.open(params.path)) as checkpoint,
+        _unchanged(params, opened) as checkpoint,
         files_for(device, beside=opened is not None) as files,
     ):
         yield TensorReader(checkpoint, spec.quant_block, files)
@@ -245,9 +245,14 @@ def source_of(
 
 
 @contextmanager
-def _unchanged(params: LoadParams, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """Raises: ConfigError if its files hold other weights, before or after they are read; CheckpointError."""
-    check_files(checkpoint, params.files)
+def _unchanged(params: LoadParams, opened: Checkpoint | None = None) -> Iterator[Checkpoint]:
+    """The checkpoint. Raises: ConfigError if its files hold other weights than they shall; CheckpointError.
+
+    That is looked at before they are read too, but for one that is open: each look is a call per shard.
+    """
+    checkpoint = opened or Checkpoint.open(params.path)
+    if opened is None:
+        check_files(checkpoint, params.files)
     yield checkpoint
     check_files(checkpoint, params.files)
 

@@ -18,7 +18,8 @@ from ep_server.errors import ConfigError, StartupError
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 1.0  # before the third start in a row; twice as long before each one after it
+AGAIN_SECONDS = 1.0  # before the third start in a row; twice as long before each one after it,
+MOST_AGAIN_SECONDS = 30.0  # but no longer
 
 
 class Recovery:
@@ -98,7 +99,7 @@ class Recovery:
             log.warning("the ranks did not start: %s", error)
             self._failed += 1
             if self._failed > 1:  # the host may lack something for a while: processes, descriptors, storage
-                await asyncio.sleep(AGAIN_SECONDS * 2 ** (self._failed - 2))
+                await asyncio.sleep(min(AGAIN_SECONDS * 2 ** (self._failed - 2), MOST_AGAIN_SECONDS))
             return False
         self._failed = 0
         return not self._lost_again

@@ -81,6 +81,8 @@ async def balanced(losing: Losing) -> None:
     engine = losing.server.engine
 
     def empty() -> bool:
+        if len(engine.rank_statistics) < RANKS:  # one has not reported since it joined
+            return False
         loads = [engine.rank_statistics[rank].load for rank in range(RANKS)]
         counts = engine.statistics()
         front = (counts.in_flight, counts.open_streams, counts.running, counts.waiting)
