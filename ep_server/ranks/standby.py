@@ -141,7 +141,8 @@ class StandbyPool:
 
         def closed(_rank: int, reason: str) -> None:
             """It would not get a Start message. Another one follows once it has ended."""
-            log.warning("a process on standby %s", reason)
+            if not self._closed.is_set():
+                log.warning("a process on standby %s", reason)
             if process is not None:
                 process.signal(signal.SIGKILL)
 
