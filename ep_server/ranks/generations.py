@@ -251,8 +251,12 @@ class Generations:
                 what = f"rank {rank} does not join" if absent else "ranks that shall leave do not"
                 log.warning("%s yet: %s", what, error)
                 await asyncio.sleep(AGAIN_SECONDS * min(turn, MOST_AGAIN))
-        for rank in sorted(set(self.out) - self.live - self.held):
+        out = set(self.out) - self.live - self.held
+        for rank in sorted(out):
             log.error("rank %d stays out: %s; look at the host", rank, self.out[rank])
+        if self.over:  # else a recovery may wait for their processes
+            async with self._places:
+                await self.arrivals.end(out & self.arrivals.loading - self.live)
         self._replacing.prepare()
 
     async def join(self, ranks: Collection[int]) -> float:

@@ -165,6 +165,21 @@ async def test_a_rank_that_serves_is_not_reported_out(placement: Placement) -> N
     await made.stop()
 
 
+async def test_a_rank_that_stays_out_keeps_no_process() -> None:
+    """The others waited for one of two new processes. The second one's memory is of no use to anybody."""
+    board, hosts, made = four_ranks(rank_losses=1)
+    lose(board, 1, 3)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: []))
+    await until(lambda: len(hosts.started) == 2)
+    board.ready[3] = ready(3)
+    board.heard.set()
+    await asyncio.wait_for(restarting, 30)
+    await until(lambda: made._returning is not None and made._returning.done())
+    assert made.live == {0, 2, 3} == set(board.processes) and not made.arrivals.loading
+    assert hosts.started[0].ended.is_set() and set(made.out) == {1, 3}
+    await made.stop()
+
+
 async def test_a_rank_that_was_lost_often_long_ago_returns() -> None:
     """The others could not go on without it then, so it served again."""
     board, hosts, made = four_ranks(rank_losses=2)
