@@ -256,7 +256,8 @@ class Generations:
             log.error("rank %d stays out: %s; look at the host", rank, self.out[rank])
         if self.over:  # else a recovery may wait for their processes
             async with self._places:
-                await self.arrivals.end(out & self.arrivals.loading - self.live)
+                with suppress(StartupError):  # one that does not end: the next loss ends it
+                    await self.arrivals.end(out & self.arrivals.loading - self.live)
         self._replacing.prepare()
 
     async def join(self, ranks: Collection[int]) -> float:
