@@ -87,12 +87,11 @@ class OnCpu(TorchFunctionMode):
     """Tensors that are asked for on a GPU are made on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].clone()
-        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+        if kwargs and (device := kwargs.get("device")) and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs or {})
 
 
 class OneStream:

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -12,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-thread_local uint3 threadIdx, blockIdx;
-thread_local dim3 blockDim, gridDim;
+constinit thread_local uint3 threadIdx, blockIdx;
+constinit thread_local dim3 blockDim, gridDim;
 
 extern "C" void emulated_switch(void** from, void* to);
 asm(R"(
@@ -47,42 +48,87 @@ struct Barrier {
   uint64_t turn = 0;
 };
 
+// What a fiber has read lately of memory that others write. A polling fiber reads the same few words again.
+struct Seen {
+  static constexpr uint32_t kWords = 16;
+  const void* at[kWords] = {};
+  uint64_t values[kWords] = {};
+  uint32_t next = 0;
+
+  // False if it was read before, with this value.
+  bool note(const void* word, uint64_t value) {
+    for (uint32_t i = 0; i < kWords; ++i)
+      if (at[i] == word && values[i] == value) return false;
+    at[next] = word;
+    values[next] = value;
+    next = (next + 1) % kWords;
+    return true;
+  }
+};
+
 struct Fiber {
   void* stack = nullptr;
   void* at = nullptr;
   bool done = true;
   const uint64_t* waits_on = nullptr;  // runs again when this is not `turn`
   uint64_t turn = 0;
+  Seen seen;
+
+  bool runs() const { return !done && (waits_on == nullptr || *waits_on != turn); }
 };
 
 // One to a thread of the pool; runs a block after the other.
 struct Block {
   Fiber fibers[kMostThreads];
-  Barrier all, warps[kMostThreads / 32], read[kMostThreads / 32];
-  uint64_t values[kMostThreads];
+  Barrier all, warps[kMostThreads / 32];
+  uint64_t values[2][kMostThreads];
   void* scheduler = nullptr;
-  uint32_t current = 0;
+  uint32_t current = 0, threads = 0, left = 0;
+  bool moved = false;  // a fiber has read something new, or ended
   const std::function<void()>* kernel = nullptr;
+  uint32_t shared[kSharedWords];
 
-  void run(uint32_t threads) {
+  // All fibers in turn, again and again. While all of them poll, the block sleeps: what they wait for is done
+  // by other threads and processes, which need the cores.
+  void run(uint32_t count) {
+    constexpr uint32_t kPatience = 4, kMostUs = 300;
+    threads = left = count;
     for (uint32_t i = 0; i < threads; ++i) begin(fibers[i]);
-    for (uint32_t left = threads; left != 0; sched_yield()) {
-      for (uint32_t i = 0; i < threads; ++i) {
-        Fiber& fiber = fibers[i];
-        if (fiber.done || (fiber.waits_on != nullptr && *fiber.waits_on == fiber.turn)) continue;
-        current = i;
-        threadIdx = {i, 0, 0};
-        emulated_switch(&scheduler, fiber.at);
-        left -= fiber.done;
-      }
+    for (uint32_t idle = 0; left != 0;) {
+      moved = false;
+      if (Fiber* first = from(0)) emulated_switch(&scheduler, first->at);
+      idle = moved ? 0 : idle + 1;
+      if (idle > kPatience)
+        usleep(std::min(10 * idle, kMostUs));
+      else
+        sched_yield();
     }
   }
   void begin(Fiber& fiber);
+  // The first from `i` on that can run is the current one.
+  Fiber* from(uint32_t i) {
+    while (i < threads && !fibers[i].runs()) ++i;
+    if (i == threads) return nullptr;
+    current = i;
+    threadIdx = {i, 0, 0};
+    return &fibers[i];
+  }
+  // Lets the fibers behind this one run, then those before it.
+  void leave(Fiber& fiber) {
+    const Fiber* next = from(current + 1);
+    emulated_switch(&fiber.at, next != nullptr ? next->at : scheduler);
+  }
   void wait(const uint64_t* word, uint64_t turn) {
     Fiber& fiber = fibers[current];
     fiber.waits_on = word;
     fiber.turn = turn;
-    emulated_switch(&fiber.at, scheduler);
+    leave(fiber);
+  }
+  void end() {
+    Fiber& fiber = fibers[current];
+    fiber.done = moved = true;
+    --left;
+    leave(fiber);
   }
   // The bits of all `count` threads that meet here.
   uint32_t meet(Barrier& barrier, uint32_t count, uint32_t bits) {
@@ -99,26 +145,25 @@ struct Block {
 };
 
 std::atomic<uint32_t> most_late_us = 0;
-thread_local Block block;
-thread_local uint32_t shared_words[kSharedWords];
+constinit thread_local Block* block = nullptr;  // not of threads outside the pool
 
 void fiber_main() {
-  (*block.kernel)();
-  Fiber& fiber = block.fibers[block.current];
-  fiber.done = true;
-  emulated_switch(&fiber.at, block.scheduler);
+  (*block->kernel)();
+  block->end();
 }
 
 void Block::begin(Fiber& fiber) {
   if (fiber.stack == nullptr)
     fiber.stack = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  auto* top = reinterpret_cast<void**>(static_cast<char*>(fiber.stack) + kStack);
+  const size_t colour = size_t(&fiber - fibers) % 128 * 5 * 64;  // stacks do not share the sets of a cache
+  auto* top = reinterpret_cast<void**>(static_cast<char*>(fiber.stack) + kStack - colour);
   *--top = nullptr;  // nobody returns there
   *--top = reinterpret_cast<void*>(&fiber_main);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   fiber.at = top;
   fiber.done = false;
   fiber.waits_on = nullptr;
+  fiber.seen = {};
 }
 
 // Threads that run blocks: as many as have to run at once.
@@ -133,6 +178,7 @@ class Pool {
 
  private:
   void work() {
+    block = new Block;
     std::unique_lock lock(mutex_);
     for (;;) {
       ++idle_;
@@ -171,10 +217,10 @@ void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kern
       blockIdx = {i, 0, 0};
       blockDim = {threads, 1, 1};
       gridDim = {blocks, 1, 1};
-      std::memset(shared_words, 0x5a, sizeof shared_words);
-      block.kernel = &kernel;
+      std::memset(block->shared, 0x5a, sizeof block->shared);
+      block->kernel = &kernel;
       if (most_late_us != 0 && i % 2 != 0) usleep(uint32_t(rand()) % most_late_us);
-      block.run(threads);
+      block->run(threads);
       const std::lock_guard lock(mutex);
       if (--left == 0) ended.notify_one();
     });
@@ -184,16 +230,22 @@ void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kern
 }
 
 void give_way() {
-  if (block.kernel != nullptr) block.wait(nullptr, 0);
+  if (block != nullptr) block->wait(nullptr, 0);
 }
+void saw(const void* word, uint64_t value) {
+  if (block != nullptr) block->moved |= block->fibers[block->current].seen.note(word, value);
+}
+// Two sets of values alternate. A lane may give its next value while others still read this one, but not the
+// one after that: for the next one all lanes meet again.
 const uint64_t* with_warp(uint64_t mine) {
   const uint32_t warp = threadIdx.x / 32;
-  block.values[threadIdx.x] = mine;
-  block.meet(block.warps[warp], 32, 0);
-  return block.values + warp * 32;
+  Barrier& barrier = block->warps[warp];
+  uint64_t* values = block->values[barrier.turn % 2];
+  values[threadIdx.x] = mine;
+  block->meet(barrier, 32, 0);
+  return values + warp * 32;
 }
-void leave_warp() { block.meet(block.read[threadIdx.x / 32], 32, 0); }
-uint32_t* dynamic_shared() { return shared_words; }
+uint32_t* dynamic_shared() { return block->shared; }
 
 }  // namespace emulated
 
@@ -212,4 +264,4 @@ extern "C" __attribute__((visibility("default"))) void emulated_multiprocessors(
   emulated::multiprocessors = count;
 }
 
-bool __syncthreads_or(bool mine) { return block.meet(block.all, blockDim.x, mine) != 0; }
+bool __syncthreads_or(bool mine) { return block->meet(block->all, blockDim.x, mine) != 0; }

@@ -31,14 +31,14 @@ struct uint4 {
 struct dim3 {
   uint32_t x = 1, y = 1, z = 1;
 };
-extern thread_local uint3 threadIdx, blockIdx;
-extern thread_local dim3 blockDim, gridDim;
+extern constinit thread_local uint3 threadIdx, blockIdx;
+extern constinit thread_local dim3 blockDim, gridDim;
 
 namespace emulated {
-void give_way();  // to the other threads of the block
+void give_way();                            // to the other threads of the block
+void saw(const void* word, uint64_t value);  // in memory that others write
 void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel);
 const uint64_t* with_warp(uint64_t mine);  // what each lane of the warp has given
-void leave_warp();                         // all have read that
 uint32_t* dynamic_shared();
 constexpr int kSharedBytes = 192 * 1024;
 extern uint64_t clock_ahead_ns;  // of the GPU, to the host
@@ -46,9 +46,7 @@ extern int multiprocessors;
 
 template <class T, class F>
 auto collect(T mine, F&& result) {
-  const auto found = result(with_warp(uint64_t(mine)));
-  leave_warp();
-  return found;
+  return result(with_warp(uint64_t(mine)));
 }
 inline uint32_t lane() { return threadIdx.x % 32; }
 }  // namespace emulated

@@ -26,7 +26,9 @@ inline uint32_t* dynamic_shared() { return emulated::dynamic_shared(); }
 template <class T>
 T look(const void* at, int order) {
   emulated::give_way();
-  return __atomic_load_n(static_cast<const T*>(at), order);
+  const T value = __atomic_load_n(static_cast<const T*>(at), order);
+  emulated::saw(at, value);
+  return value;
 }
 inline uint64_t load_acquire(const void* cell) { return look<uint64_t>(cell, __ATOMIC_ACQUIRE); }
 inline uint64_t load_acquire_gpu(const void* cell) { return look<uint64_t>(cell, __ATOMIC_ACQUIRE); }
@@ -57,17 +59,15 @@ inline void raise(uint64_t& to, uint64_t value) { raise_relaxed(&to, value); }
 inline uint32_t word_at(const void* slot, uint32_t i) {
   return __atomic_load_n(static_cast<const uint32_t*>(slot) + i, __ATOMIC_ACQUIRE);
 }
-inline uint4 peek16(const void* slot) {
-  emulated::give_way();
-  return {word_at(slot, 0), word_at(slot, 1), word_at(slot, 2), word_at(slot, 3)};
-}
-inline uint2 peek8(const void* slot) {
-  emulated::give_way();
-  return {word_at(slot, 0), word_at(slot, 1)};
-}
 inline uint32_t peek4(const void* slot) {
   emulated::give_way();
-  return word_at(slot, 0);
+  const uint32_t word = word_at(slot, 0);
+  emulated::saw(slot, word);
+  return word;
+}
+inline uint2 peek8(const void* slot) { return {peek4(slot), word_at(slot, 1)}; }
+inline uint4 peek16(const void* slot) {
+  return {peek4(slot), word_at(slot, 1), word_at(slot, 2), word_at(slot, 3)};
 }
 inline void put4(void* slot, uint32_t v) {
   __atomic_store_n(static_cast<uint32_t*>(slot), v, __ATOMIC_RELEASE);
