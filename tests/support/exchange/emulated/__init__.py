@@ -32,10 +32,8 @@ CSRC = ROOT / "csrc"
 SOURCES = (
     *sorted((CSRC / "exchange/nvlink").glob("*.cu")),
     CSRC / "exchange/nvlink/group.cpp",
-    CSRC / "bindings/cuda_module.cpp",
-    CSRC / "bindings/nvlink.cpp",
+    HERE / "bindings.cpp",
     HERE / "blocks.cpp",
-    HERE / "hopper.cpp",
     HERE / "runtime.cpp",
 )
 FLAGS = (
@@ -72,10 +70,16 @@ def build(folder: Path) -> Path:
 
     def compile_one(source: Path) -> str:
         out = f"{scratch}/{source.name}.o"
-        subprocess.run(["g++", *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", out], check=True)
+        first = ("-include", str(kernels)) if source.suffix == ".cu" else ()
+        subprocess.run(
+            ["g++", *FLAGS, *includes, *first, "-x", "c++", "-c", str(source), "-o", out], check=True
+        )
         return out
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        kernels = Path(scratch) / "kernels.h"  # what all kernels include, compiled once
+        kernels.write_text('#include "exchange/nvlink/wait.cuh"\n')
+        subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(kernels), "-o", f"{kernels}.gch"], check=True)
         with ThreadPoolExecutor() as pool:
             objects = list(pool.map(compile_one, SOURCES))
         linked = Path(scratch) / made.name
