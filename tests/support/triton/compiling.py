@@ -6,6 +6,7 @@ instead of a launch, the kernel is compiled down to machine code and its resourc
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -124,10 +125,17 @@ def _resources(usage: str) -> tuple[int, int]:
 
 
 def _shown(cubin: bytes, what: str) -> str:
-    """What cuobjdump prints of machine code."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout
+    """What cuobjdump prints of machine code. Kept in Triton's cache: disassembly is slow."""
+    digest = hashlib.blake2b(cubin + triton.__version__.encode(), digest_size=16).hexdigest()
+    kept = Path(triton.knobs.cache.dir) / f"{digest}{what}.txt"
+    if not kept.exists():
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin", dir=kept.parent) as file:
+            file.write(cubin)
+            file.flush()
+            command = [tool, what, file.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        new = Path(f"{file.name}.txt")
+        new.write_text(done.stdout)
+        new.rename(kept)
+    return kept.read_text()
