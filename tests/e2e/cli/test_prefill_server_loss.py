@@ -9,21 +9,29 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ep_server.cli.main import main
 from ep_server.client import AsyncClient, Output, PrefillDecode
 from tests.support.handoff.servers import MODEL, serving
+from tests.support.ranks.zygote import Forked, forking, start_server
 
 WAIT = 240.0
 STREAMS = 6
 FIELDS: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "bypass_prefix_cache": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_are_forks() -> Iterator[None]:
+    """Servers and ranks are lost and started all the time."""
+    with forking():
+        yield
 
 
 def prompt(number: int) -> list[int]:
@@ -31,36 +39,23 @@ def prompt(number: int) -> list[int]:
 
 
 class PrefillServer:
-    """`ep-server serve` with two ranks, on one port for all of its processes."""
+    """`ep-server serve` with two ranks, on one port for all of its processes. It and its ranks are forks."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
         self._log = folder / "prefill.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
         port = self.address.rpartition(":")[2]
-        line = [
-            sys.executable,
-            "-m",
-            "ep_server",
-            "serve",
-            "--model",
-            str(MODEL),
-            "--port",
-            port,
-            "--ranks",
-            "2",
-        ]
-        line += ["--metrics-port", "0", "--handoff-role", "prefill", "--model-dtype", "float32"]
-        line += ["--exchange-reduction", "source", "--scheduler-max-step-tokens", "16"]
-        line += ["--handoff-hold-seconds", "5", "--resilience-max-losses", "100"]
+        line = ["serve", "--model", str(MODEL), "--port", port, "--ranks", "2", "--metrics-port", "0"]
+        line += ["--handoff-role", "prefill", "--model-dtype", "float32", "--exchange-reduction", "source"]
+        line += ["--scheduler-max-step-tokens", "16", "--handoff-hold-seconds", "5"]
+        line += ["--resilience-max-losses", "100"]
         with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                line, stdout=output, stderr=output, env=dict(os.environ), start_new_session=True
-            )
+            self._process = start_server(line, output.fileno())
         async with asyncio.timeout(WAIT):
             while not re.search(r"serving \S+ on ", self._log.read_text()):
                 assert self._process.poll() is None, self._log.read_text()[-2000:]
@@ -74,12 +69,12 @@ class PrefillServer:
             await asyncio.sleep(0.1)
 
     def signal(self, number: int) -> None:
-        """To all of its processes: each rank has a process group of its own, in the same session."""
+        """To all of its processes."""
         assert self._process is not None
-        for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-            with suppress(ProcessLookupError):
-                if os.getsid(pid) == self._process.pid:
-                    os.kill(pid, number)
+        server = psutil.Process(self._process.pid)
+        for process in (server, *server.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def kill(self) -> None:
         """Its ranks die with it."""

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -48,16 +49,29 @@ class Forked:
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode = pid, None
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and timeout is not None:
+            end = os.pidfd_open(self.pid)
+            try:
+                if not select.select([end], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("a fork", timeout)
+            finally:
+                os.close(end)
         if self.returncode is None:
             self._ended(0)
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def poll(self) -> int | None:
         if self.returncode is None:
             self._ended(os.WNOHANG)
-        if self.returncode is None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
             os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def _ended(self, options: int) -> None:
         pid, status = os.waitpid(self.pid, options)
@@ -120,6 +134,13 @@ def zygote() -> Zygote:
     atexit.register(started.wait, 30)
     atexit.register(ours.close)
     return Zygote(ours)
+
+
+def start_server(arguments: Sequence[str], output: int) -> Forked | subprocess.Popen[bytes]:
+    """Runs `ep-server`, it and its ranks as forks where that can be. output: a descriptor."""
+    if CAN_FORK:
+        return zygote().fork("tests.support.cluster.forked_node", ["", *arguments], {1: output, 2: output})
+    return subprocess.Popen([sys.executable, "-m", "ep_server", *arguments], stdout=output, stderr=output)
 
 
 def forked_zygote() -> Zygote:
