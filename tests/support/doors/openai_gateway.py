@@ -13,10 +13,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_server.client import AsyncClient
+from tests.support.ranks.zygote import Forked, start_server
 from tests.support.structured import byte_checkpoint
 
 if TYPE_CHECKING:  # a second of CPU time for each process that collects the tests
@@ -77,9 +79,9 @@ async def pd_gateway(model: Path, folder: Path, *options: str) -> AsyncIterator[
 @asynccontextmanager
 async def _served(model: Path, log: Path, *options: str) -> AsyncIterator[str]:
     """The address of a server."""
-    serve = ["ep_server", "serve", "--model", str(model), "--model-name", "demo", "--port", "0"]
+    serve = ["serve", "--model", str(model), "--model-name", "demo", "--port", "0"]
     serve += ["--metrics-port", "0", *options]
-    with _running(serve, log):
+    with _running(partial(start_server, serve), log):
         found = await _until(lambda: re.search(r"serving demo on (\S+:\d+),", log.read_text()))
         yield found[1]
 
@@ -90,9 +92,13 @@ async def _in_front(folder: Path, *options: str) -> AsyncIterator[openai.AsyncOp
     import openai
 
     port = _free_port()
-    smg = ["smg", "launch", *options, "--port", str(port)]
+    smg = [sys.executable, "-m", "smg", "launch", *options, "--port", str(port)]
     smg += ["--prometheus-port", str(_free_port()), "--log-level", "warn"]
-    with _running(smg, folder / "gateway.log", signal.SIGKILL):  # it would take five seconds to end
+
+    def start(output: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(smg, stdout=output, stderr=output, cwd=folder)
+
+    with _running(start, folder / "gateway.log", signal.SIGKILL):  # it would take five seconds to end
         url = f"http://127.0.0.1:{port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             await _ready(client)
@@ -100,11 +106,14 @@ async def _in_front(folder: Path, *options: str) -> AsyncIterator[openai.AsyncOp
 
 
 @contextmanager
-def _running(arguments: list[str], log: Path, end: signal.Signals = signal.SIGTERM) -> Iterator[Path]:
+def _running(
+    start: Callable[[int], Forked | subprocess.Popen[bytes]],
+    log: Path,
+    end: signal.Signals = signal.SIGTERM,
+) -> Iterator[Path]:
+    """start: of a process that writes to a descriptor."""
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], stdout=output, stderr=subprocess.STDOUT, cwd=log.parent
-        )
+        process = start(output.fileno())
     try:
         yield log
         assert process.poll() is None, log.read_text()[-2000:]
