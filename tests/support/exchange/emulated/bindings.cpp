@@ -1,7 +1,7 @@
 // The module's bindings in one piece: each file alone would spend most of its time on pybind11's headers.
 // The kernels of products are for Hopper's instructions alone: not emulated.
 #include "bindings/cuda_module.cpp"
-#include "bindings/nvlink.cpp"     
+#include "bindings/nvlink.cpp"
 
 void bind_experts(pybind11::module_&) {}
 void bind_attention(pybind11::module_&) {}

@@ -35,7 +35,7 @@ extern constinit thread_local uint3 threadIdx, blockIdx;
 extern constinit thread_local dim3 blockDim, gridDim;
 
 namespace emulated {
-void give_way();                            // to the other threads of the block
+void give_way();                             // to the other threads of the block
 void saw(const void* word, uint64_t value);  // in memory that others write
 void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel);
 const uint64_t* with_warp(uint64_t mine);  // what each lane of the warp has given
