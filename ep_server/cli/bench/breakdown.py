@@ -85,8 +85,9 @@ class Steps:
 
     @property
     def host_share(self) -> float:
-        """Share of a step that waits for the host."""
-        return self.phases["host" if self.device is None else "idle"] / self.seconds
+        """Share of a step that waits for the host; 0 if noise hides it."""
+        share = self.phases["host" if self.device is None else "idle"] / self.seconds if self.seconds else 0.0
+        return min(max(share, 0.0), 1.0)
 
 
 def moe_seconds(phases: Mapping[str, float], sparse_layers: int) -> float:
