@@ -202,12 +202,12 @@ def load_experts(
     params: LoadParams,
     moves: Sequence[SlotMove],
     shadow: HostExperts | None = None,
-    told: Callable[[int], None] = lambda done: None,
+    alive: Callable[[], None] = lambda: None,
 ) -> int:
     """Reads experts into slots that no rows are for meanwhile, in several threads.
 
     params: as the model was loaded, or of newer weights in force. shadow: as in load_model().
-    told: called in this thread with how many are read, but for those that the shadow has.
+    alive: called in this thread after each, but for those that the shadow has.
     Returns: how many the shadow had. Raises: CheckpointError, InternalError.
     """
     moves = [move for move in moves if model.spec.sparse_layers[move.layer]]
@@ -219,7 +219,7 @@ def load_experts(
     if compute.device.type == "cuda" and params.load_format != "dummy":
         threads = min(params.threads, MOST_READERS)
     with source_of(params, model.spec, compute.device) as source:
-        load_slots(source, model.spec, dtype, compute, model.weights, rest, threads, told)
+        load_slots(source, model.spec, dtype, compute, model.weights, rest, threads, alive)
     return len(moves) - len(rest)
 
 

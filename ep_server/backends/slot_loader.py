@@ -43,11 +43,11 @@ class SlotLoader:
         moves: Sequence[SlotMove],
         *,
         beside: bool,
-        told: Callable[[int], None] = lambda done: None,
+        alive: Callable[[], None] = lambda: None,
     ) -> int:
         """See ranks.experts.Load. Raises: CheckpointError, InternalError."""
         if not beside:
-            return load_experts(self._model, params, moves, self._shadow, told)
+            return load_experts(self._model, params, moves, self._shadow, alive)
         sparse = self._model.spec.sparse_layers
         return sum(self._beside(params, move) for move in moves if sparse[move.layer])
 

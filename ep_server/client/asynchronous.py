@@ -84,7 +84,7 @@ class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStrea
                 raise
             except grpc.RpcError as failure:
                 if task.cancelling() > cancelled:
-                    raise asyncio.CancelledError from failure  # gRPC drops one that meets the end of a call
+                    raise asyncio.CancelledError from failure  # gRPC loses it if the call ends just then
                 error = error_of(failure)
                 wait = self._attempts.wait(error) if self.output.info is None else None
                 if wait is None:

@@ -122,7 +122,7 @@ async def _accepted(channel: aio.Channel, joining: Joining, link: Link) -> Async
         link.end("was not accepted")
         task = asyncio.current_task()
         if isinstance(error, Unavailable) and task is not None and task.cancelling():
-            raise asyncio.CancelledError from error  # gRPC drops one that meets the end of a call
+            raise asyncio.CancelledError from error  # gRPC loses it if the call ends just then
         raise
 
 

@@ -31,20 +31,20 @@ def load_slots(
     weights: ModelWeights,
     moves: Sequence[SlotMove],
     threads: int = 1,
-    told: Callable[[int], None] = lambda done: None,
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
     """Reads experts into slots that no rows are for meanwhile. Several threads share the work.
 
     Args:
         source, spec, dtype, compute: as of weights_from(), which made `weights`.
-        told: called in this thread with how many are read.
+        alive: called in this thread after each.
     Raises: what the source raises.
     """
     loader = ExpertLoader(source, spec, dtype, compute)
     with ThreadPoolExecutor(threads, "experts") as pool:
-        for done, loaded in enumerate([pool.submit(loader.load_slot, weights, move) for move in moves]):
+        for loaded in [pool.submit(loader.load_slot, weights, move) for move in moves]:
             loaded.result()
-            told(done + 1)
+            alive()
 
 
 def read_experts(

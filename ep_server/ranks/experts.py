@@ -42,9 +42,9 @@ class Load(Protocol):
         moves: Sequence[SlotMove],
         *,
         beside: bool,
-        told: Callable[[int], None] = ...,
+        alive: Callable[[], None] = ...,
     ) -> int:
-        """beside: slowly, beside steps that run. told: called now and then with how many are read.
+        """beside: slowly, beside steps that run. alive: called now and then.
 
         Returns: how many came from host memory.
         """
@@ -94,15 +94,13 @@ class RankExperts:
         assert placement is not None
         return first_served(placement, self._params.rank, live)
 
-    def load(
-        self, target: Placement, *, idle: bool, told: Callable[[int, int], None] = lambda done, total: None
-    ) -> int:
+    def load(self, target: Placement, *, idle: bool, alive: Callable[[], None] = lambda: None) -> int:
         """Reads the experts that `target` gives this rank and that its slots lack.
 
         Args:
             idle: no step is in flight, so any slot may change, and whoever reads in the background ends.
                 Else only slots that do not serve now.
-            told: called in this thread, now and then, with how many are read, of how many.
+            alive: called in this thread now and then, if idle.
         Returns: how many were read. Raises: CheckpointError; Unavailable for a slot in use, or if reading had
             to end.
         """
@@ -119,11 +117,7 @@ class RankExperts:
             for first in range(0, len(moves), at_once):
                 if self._hurry.is_set():
                     raise Unavailable("experts are read for a new generation instead")
-                copied += self._read(
-                    moves[first : first + at_once],
-                    beside,
-                    lambda done, before=first: told(before + done, len(moves)),  # type: ignore[misc]
-                )
+                copied += self._read(moves[first : first + at_once], beside, alive)
             log.info(
                 "loaded %d experts in %.2f s, %d of them from the host shadow",
                 len(moves),
@@ -187,10 +181,10 @@ class RankExperts:
             if self.placement.serves[move.layer][first + move.slot]:
                 raise Unavailable(f"layer {move.layer}: slot {first + move.slot} serves an expert")
 
-    def _read(self, moves: Sequence[SlotMove], beside: bool, told: Callable[[int], None]) -> int:
+    def _read(self, moves: Sequence[SlotMove], beside: bool, alive: Callable[[], None]) -> int:
         for move in moves:
             self._held[move.layer][move.slot] = EMPTY
-        copied = self._load(self._params, moves, beside=beside, told=told)
+        copied = self._load(self._params, moves, beside=beside, alive=alive)
         for move in moves:
             self._held[move.layer][move.slot] = move.expert
         return copied

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ep_server.errors import InternalError, PeerTimeout
@@ -14,7 +13,6 @@ from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # they import torch
     from ep_server.ranks.build import RankParts
-    from ep_server.ranks.parts import Progress
 
 
 class RankMembership:
@@ -27,11 +25,13 @@ class RankMembership:
         membership = parts.exchange.membership
         self._lead(range(parts.exchange.spec.num_ranks) if membership is None else membership.live)
 
-    def regroup(self, order: pb.Regroup, told: Progress, stands: Callable[[], bool]) -> pb.FromRank | None:
+    def regroup(
+        self, order: pb.Regroup, alive: Callable[[], None], stands: Callable[[], bool]
+    ) -> pb.FromRank | None:
         """Reads the experts that an order gives this rank, and goes on with the ranks that it names.
 
         Args:
-            told: called often, so that nobody thinks that this rank hangs.
+            alive: called now and then, so that nobody thinks that this rank hangs.
             stands: whether the order does, asked again and again while other ranks still read experts.
         Returns: the answer; None if the order stands no more.
         Raises: CheckpointError; PeerLost, GroupAborted if a rank is lost meanwhile; InternalError.
@@ -39,14 +39,14 @@ class RankMembership:
         began = time.monotonic()
         placement = placement_of(order.placement) if order.HasField("placement") else None
         if self._experts is not None and placement is not None:
-            self._experts.load(placement, idle=True, told=partial(told, "experts"))
+            self._experts.load(placement, idle=True, alive=alive)
         self._lost_kv.offer(order.lost_kv)
         seconds = time.monotonic() - began
         while True:
             try:
                 self.enter(order.generation, order.live, placement)
             except PeerTimeout:
-                told("regroup", 0, 1)
+                alive()
                 if not stands():
                     return None
             else:

@@ -129,7 +129,7 @@ class RankWorker:
             self._handle(self._channel.poll())
             return self._regroup is order and not self._stop
 
-        if (regrouped := self._membership.regroup(order, self._tell, stands)) is None:
+        if (regrouped := self._membership.regroup(order, self._alive, stands)) is None:
             return False
         self._runner.drop_steps()
         self._voter = Voter(order.generation, max(order.work_number, self._voter.last_work))
@@ -319,11 +319,11 @@ class RankWorker:
         parts = self._exchange.statistics(), self._runner.statistics(), kv | self._modes.counters()
         self._send(statistics_message(self._meter.gather(self._scheduler.load(), *parts)))
 
-    def _tell(self, stage: str, done: int, total: int) -> None:
+    def _alive(self) -> None:
         """Shows the launcher that this rank does not hang. No more often than statistics."""
         if self._clock() - self._told >= REPORT_NS:
             self._told = self._clock()
-            self._send(pb.FromRank(progress=pb.Progress(stage=stage, done=done, total=total)))
+            self._send(pb.FromRank(progress=pb.Progress(stage="regroup", total=1)))
 
     def _send(self, message: pb.FromRank) -> None:
         self._channel.send(message.SerializeToString())

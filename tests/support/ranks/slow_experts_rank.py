@@ -18,11 +18,11 @@ SECONDS = 10  # more than the exchange waits
 if __name__ == "__main__":
     load = slot_loader.load_experts
 
-    def slow(model: Any, params: Any, moves: Any, shadow: Any, told: Callable[[int], None]) -> int:
+    def slow(model: Any, params: Any, moves: Any, shadow: Any, alive: Callable[[], None]) -> int:
         for _ in range(SECONDS if moves and params.rank == 1 else 0):
             time.sleep(1)
-            told(0)
-        return load(model, params, moves, shadow, told)
+            alive()
+        return load(model, params, moves, shadow, alive)
 
     slot_loader.load_experts = slow
     sys.exit(life.main())
