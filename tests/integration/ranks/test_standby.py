@@ -96,10 +96,10 @@ async def test_one_that_hangs_is_replaced() -> None:
                 await asyncio.sleep(0.01)
             first = pool._waiting[0].process
             first.signal(signal.SIGSTOP)
-            await first.ended.wait()
-            while not pool._waiting:
+            await first.exited.wait()
+            while not any(one.process is not first for one in pool._waiting):
                 await asyncio.sleep(0.01)
-        assert pool._waiting[0].process is not first and first.returncode == -signal.SIGKILL
+        assert first.returncode == -signal.SIGKILL
     finally:
         await pool.close()
 
