@@ -23,6 +23,7 @@ CUDA_SOURCES = [
     "csrc/bindings/attention.cpp",
     "csrc/bindings/cuda_module.cpp",
     "csrc/bindings/experts.cpp",
+    "csrc/bindings/loading.cpp",
     "csrc/bindings/mla.cpp",
     "csrc/bindings/nvlink.cpp",
     "csrc/bindings/prefill.cpp",
@@ -32,6 +33,7 @@ CUDA_SOURCES = [
     "csrc/kernels/hopper/mla/mla.cpp",
     "csrc/kernels/hopper/prefill/prefill.cpp",
     "csrc/kernels/hopper/products/products.cpp",
+    "csrc/loading/staged_reader.cpp",
     "csrc/exchange/nvlink/peer_memory.cpp",
 ]
 KERNELS = sorted(str(path) for path in Path("csrc").rglob("*.cu"))

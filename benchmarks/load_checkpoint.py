@@ -79,6 +79,9 @@ class Asked:
         """Notes it."""
         self.read(name, shape, part)
 
+    def flush(self) -> None:
+        """Nothing."""
+
     def read_vector(self, name: str, lengths: tuple[int, ...]) -> torch.Tensor | None:
         """None."""
         return None

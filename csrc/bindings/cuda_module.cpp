@@ -10,6 +10,7 @@ void bind_attention(py::module_& m);  // attention.cpp
 void bind_mla(py::module_& m);        // mla.cpp
 void bind_prefill(py::module_& m);    // prefill.cpp
 void bind_products(py::module_& m);   // products.cpp
+void bind_loading(py::module_& m);    // loading.cpp
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "NVLink exchange and Hopper kernels. Addresses are Tensor.data_ptr(); 0 means absent.";
@@ -19,4 +20,5 @@ PYBIND11_MODULE(_cuda, m) {
   bind_mla(m);
   bind_prefill(m);
   bind_products(m);
+  bind_loading(m);
 }

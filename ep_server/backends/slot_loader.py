@@ -58,7 +58,7 @@ class SlotLoader:
         copied = shadow is not None and shadow.load_beside(weights, move, params.version)
         if not copied:
             with self._reading(params) as loader:
-                loader.load_slot(weights, move)
+                loader.load_slots(weights, [move])
         ffn = weights.layers[move.layer].ffn
         assert isinstance(ffn, MoeWeights)
         least = sum(part.nbytes for part in slot_parts(ffn.experts, move.slot)) / BYTES_PER_SECOND

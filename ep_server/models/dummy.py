@@ -59,6 +59,9 @@ class DummyReader:
         for memory, values in zip(into, self._codes(*one, self._block), strict=True):
             memory.copy_(values)
 
+    def flush(self) -> None:
+        """Nothing: values are there when copy() returns."""
+
     def read_vector(self, name: str, lengths: tuple[int, ...]) -> torch.Tensor | None:
         """None: nothing is there before it is read."""
         return None

@@ -16,6 +16,8 @@ from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import Codes, TensorSource
 from ep_server.records import EMPTY
 
+BATCH_BYTES = 128 << 20  # of experts that a thread reads between two turns of the interpreter
+
 
 def sparse_block(source: TensorSource, spec: ModelSpec, layer: str) -> str:
     """What the tensors of a layer's router and experts begin with. layer: what all of its tensors do."""
@@ -37,12 +39,15 @@ def load_slots(
 
     Args:
         source, spec, dtype, compute: as of weights_from(), which made `weights`.
-        alive: called in this thread after each.
+        alive: called in this thread after some of them, again and again.
     Raises: what the source raises.
     """
     loader = ExpertLoader(source, spec, dtype, compute)
+    fitting = BATCH_BYTES // (3 * spec.expert_ffn * spec.hidden * dtype.itemsize)
+    at_once = max(1, min(fitting, -(-len(moves) // threads)))
+    batches = [moves[first : first + at_once] for first in range(0, len(moves), at_once)]
     with ThreadPoolExecutor(threads, "experts") as pool:
-        for loaded in [pool.submit(loader.load_slot, weights, move) for move in moves]:
+        for loaded in [pool.submit(loader.load_slots, weights, batch) for batch in batches]:
             loaded.result()
             alive()
 
@@ -98,15 +103,20 @@ class ExpertLoader:
         held = [row for row, expert in enumerate(experts) if expert != EMPTY]
         values = self._room(prefix, experts)
         self._fill(values, prefix, experts)
+        self.source.flush()
         return self.compute.gated_ffn(*values, held=held)
 
-    def load_slot(self, weights: ModelWeights, move: SlotMove) -> None:
-        """One expert into a slot of weights that load() made. Raises: what the source raises."""
-        ffn = weights.layers[move.layer].ffn
-        if isinstance(ffn, MoeWeights):  # a placement names slots of dense layers too
-            room = ffn.experts.room(move.slot)
-            self._fill(room, self.prefix(move.layer), [move.expert])
-            ffn.experts.put(move.slot, room)
+    def load_slots(self, weights: ModelWeights, moves: Sequence[SlotMove]) -> None:
+        """Experts into slots of weights that load() made. Raises: what the source raises."""
+        rooms: list[tuple[GatedFfn, int, FfnTensors]] = []
+        for layer, slot, expert in moves:
+            ffn = weights.layers[layer].ffn
+            if isinstance(ffn, MoeWeights):  # a placement names slots of dense layers too
+                rooms.append((ffn.experts, slot, ffn.experts.room(slot)))
+                self._fill(rooms[-1][2], self.prefix(layer), [expert])
+        self.source.flush()
+        for experts, slot, room in rooms:
+            experts.put(slot, room)
 
     def prefix(self, layer: int) -> str:
         """What the tensors of a layer's experts begin with."""
@@ -134,7 +144,7 @@ class ExpertLoader:
         return gate_up, down, FfnScales(of_gate_up, torch.empty(rows, columns, channels, device=device))
 
     def _fill(self, room: FfnTensors, prefix: str, experts: Sequence[int]) -> None:
-        """Reads them; those of EMPTY stay unwritten."""
+        """Reads them, with the source's next flush(); those of EMPTY stay unwritten."""
         spec, names, ffn = self.spec, self.spec.names, self.spec.expert_ffn
         stacked, count = self.source.has(f"{prefix}.gate_up_proj"), spec.router.num_experts
         scales = room[2] or (None, None)

@@ -48,17 +48,21 @@ Opened = TypeVar("Opened")
 class TensorFiles(Protocol):
     """The shards of a checkpoint. Several threads may load at once."""
 
-    def load(
-        self, stored: StoredTensor, part: int | None = None, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def load(self, stored: StoredTensor, part: int | None = None) -> torch.Tensor:
         """The values of a tensor, or of entry `part` of its first dimension.
 
-        Args:
-            into: where they are to be: contiguous, of their dtype and shape; None = the files choose.
-        Returns: `into`, or a tensor on the files' device, which may end with the files. Work of the device's
-            current stream finds the values there.
+        Returns: a tensor on the files' device, which may end with the files. Work of the device's current
+            stream finds the values there.
         Raises: CheckpointError naming file and tensor if they cannot be read.
         """
+        ...
+
+    def fill(self, into: torch.Tensor, stored: StoredTensor, part: int | None = None) -> None:
+        """As load(), into memory that is contiguous and of their dtype and shape, with the next flush()."""
+        ...
+
+    def flush(self) -> None:
+        """Work of the current stream finds what this thread's fill() was asked for. Raises: as load()."""
         ...
 
     def finish(self) -> None:
@@ -98,7 +102,7 @@ class OpenShards(Generic[Opened]):
 
 
 class MappedFiles(OpenShards[Any]):
-    """See TensorFiles. Only the pages of what is loaded are touched, and without `into` nothing is copied.
+    """See TensorFiles. Only the pages of what is loaded are touched.
 
     A context: the mappings end with it.
     device: elsewhere than on the CPU everything is copied there, page by page.
@@ -108,17 +112,16 @@ class MappedFiles(OpenShards[Any]):
         super().__init__()
         self._device = device
 
-    def load(
-        self, stored: StoredTensor, part: int | None = None, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See TensorFiles; a view of the mapping where it is not copied."""
-        try:
-            opened = self.shard(stored.file)
-            name = stored.name
-            mapped: torch.Tensor = opened.get_tensor(name) if part is None else opened.get_slice(name)[part]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({error})") from error
-        return mapped.to(self._device) if into is None else into.copy_(mapped)
+    def load(self, stored: StoredTensor, part: int | None = None) -> torch.Tensor:
+        """See TensorFiles; on the CPU a view of the mapping."""
+        return self._mapped(stored, part).to(self._device)
+
+    def fill(self, into: torch.Tensor, stored: StoredTensor, part: int | None = None) -> None:
+        """See TensorFiles. Copied at once. Raises: as load()."""
+        into.copy_(self._mapped(stored, part))
+
+    def flush(self) -> None:
+        """Nothing: they are there when fill() returns."""
 
     def finish(self) -> None:
         """Nothing: they are there when load() returns."""
@@ -126,6 +129,15 @@ class MappedFiles(OpenShards[Any]):
     def open_shard(self, file: Path, closing: ExitStack) -> Any:
         """Maps it."""
         return closing.enter_context(safe_open(file, framework="pt", device="cpu"))
+
+    def _mapped(self, stored: StoredTensor, part: int | None) -> torch.Tensor:
+        try:
+            opened = self.shard(stored.file)
+            name = stored.name
+            mapped: torch.Tensor = opened.get_tensor(name) if part is None else opened.get_slice(name)[part]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({error})") from error
+        return mapped
 
 
 _FP8 = "F8_E4M3"
@@ -144,7 +156,7 @@ class TensorSource(Protocol):
         ...
 
     def copy(self, into: torch.Tensor, name: str, shape: tuple[int, ...], part: int | None = None) -> None:
-        """read()'s values into contiguous memory on the device, of any dtype."""
+        """read()'s values into contiguous memory on the device, of any dtype, with the next flush()."""
         ...
 
     def is_fp8(self, name: str) -> bool:
@@ -153,6 +165,10 @@ class TensorSource(Protocol):
 
     def copy_codes(self, into: Codes, name: str, shape: tuple[int, ...], part: int | None = None) -> None:
         """A matrix whose widened values are read()'s, or entry `part` of a stack of them, as copy() does."""
+        ...
+
+    def flush(self) -> None:
+        """Work of the device's current stream finds what this thread asked copy() and copy_codes() for."""
         ...
 
     def read_vector(self, name: str, lengths: tuple[int, ...]) -> torch.Tensor | None:
@@ -208,6 +224,10 @@ class TensorReader:
         for memory, stored in zip(into, self._coded(name, shape), strict=True):
             self._fill(memory, stored, part)
 
+    def flush(self) -> None:
+        """See TensorSource. Raises: CheckpointError naming a tensor that cannot be read."""
+        self._files.flush()
+
     def read_vector(self, name: str, lengths: tuple[int, ...]) -> torch.Tensor | None:
         """See TensorSource. Raises: CheckpointError for another number of elements or dtype."""
         stored = self._checkpoint.tensors.get(name)
@@ -223,7 +243,7 @@ class TensorReader:
     def _fill(self, into: torch.Tensor, stored: StoredTensor, part: int | None) -> None:
         """What is stored in the dtype that is wanted goes straight there; the device converts the rest."""
         if TORCH[stored.dtype] is into.dtype:
-            self._files.load(stored, part, into)
+            self._files.fill(into, stored, part)
         else:
             into.copy_(self._files.load(stored, part))
 

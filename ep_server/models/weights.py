@@ -127,6 +127,7 @@ class _Loader:
         stack = torch.empty(len(names) * rows, *rest, dtype=self._dtype, device=self._compute.device)
         for at, name in enumerate(names):
             self._reader.copy(stack[at * rows : (at + 1) * rows], name, shape)
+        self._reader.flush()
         return stack
 
     def layer(self, index: int) -> LayerWeights:

@@ -1,47 +1,63 @@
 """Copies stored tensors from files to a GPU through a few buffers of pinned memory.
 
 A memory mapping would be copied page by page, by one thread, through a buffer of the driver. Here each thread
-reads into one of its buffers while the copy engine empties the other. Units: bytes.
+reads into one of its buffers while the copy engine empties the other, many tensors at a time: with a call for
+each tensor, threads wait for the interpreter most of the time. Units: bytes.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import cycle
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ep_server.backends.gpu.waiting import Event, await_event
-from ep_server.errors import CheckpointError
+from ep_server.backends.gpu.capability import native
+from ep_server.backends.gpu.waiting import await_stream
+from ep_server.errors import CheckpointError, InternalError
 from ep_server.models.checkpoint import StoredTensor
 from ep_server.models.loading import TORCH, OpenShards
 
 BUFFER_BYTES = 4 << 20  # small enough to stay in the processor's cache between read and copy
 BUFFERS = 2  # of each thread: one is read into while the other is copied from
 COPY_SECONDS = 60.0  # a copy waits for no peer, only for copies before it
-LOOK_SECONDS = 200e-6  # between two checks of a copy; other threads' buffers keep the engine busy
-_WHAT = "copies of weights"
+
+
+class Piece(NamedTuple):
+    """Bytes of an open file from `begin` on, and where they belong on the device."""
+
+    file: int
+    begin: int
+    size: int
+    into: int
+
+
+class Reader(Protocol):
+    """Reads files into memory of a device. For one thread."""
+
+    def read(self, pieces: Sequence[Piece]) -> tuple[int, str] | None:
+        """Work of the device's current stream finds them there.
+
+        Returns: the number of a piece that cannot be read, and why; None if there is none.
+        Raises: InternalError if the device fails.
+        """
+        ...
 
 
 class Copies(Protocol):
-    """Asynchronous copies of bytes to one device."""
+    """Asynchronous copies from files to one device."""
 
     @property
     def device(self) -> torch.device:
         """The device."""
         ...
 
-    def buffer(self, size: int) -> torch.Tensor:
-        """[size] uint8 of host memory to copy from."""
-        ...
-
-    def start(self, into: torch.Tensor, values: torch.Tensor) -> Event:
-        """Begins a copy. values: part of a buffer, which must not change until the event has passed."""
+    def reader(self, buffer_bytes: int) -> Reader:
+        """One with buffers of that size."""
         ...
 
     def finish(self) -> None:
@@ -59,65 +75,73 @@ class StreamCopies:
     def __init__(self, device: torch.device, *, keeps: bool = False) -> None:
         self.device, self._keeps = device, keeps
 
-    def buffer(self, size: int) -> torch.Tensor:
-        """Pinned memory, which the device can read."""
-        with torch.cuda.device(self.device):
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def start(self, into: torch.Tensor, values: torch.Tensor) -> Event:
+    def reader(self, buffer_bytes: int) -> Reader:
         """See Copies."""
-        into.copy_(values, non_blocking=True)
-        return self._passed()
+        with torch.cuda.device(self.device):
+            buffers = torch.empty(BUFFERS, buffer_bytes, dtype=torch.uint8, pin_memory=True)
+            number = torch.cuda.current_device()
+        return NativeReader(
+            native(), number, buffers, lambda: torch.cuda.current_stream(self.device).cuda_stream
+        )
 
     def finish(self) -> None:
         """Also frees the device memory of temporary tensors, unless kept: the KV cache can use it then."""
-        await_event(self._passed(), COPY_SECONDS, _WHAT)
+        await_stream(torch.cuda.current_stream(self.device), COPY_SECONDS, "copies of weights")
         if not self._keeps:
             torch.cuda.empty_cache()
 
-    def _passed(self) -> Event:
-        event: Event = torch.cuda.current_stream(self.device).record_event()
-        return event
+
+class NativeReader:
+    """See Reader. Reads by csrc/loading, which leaves the interpreter to other threads."""
+
+    def __init__(self, module: Any, device: int, buffers: torch.Tensor, stream: Callable[[], int]) -> None:
+        """module: with that code. buffers: [n, bytes] uint8 of host memory. stream: the current one."""
+        self._buffers, self._stream = buffers, stream
+        self._native = module.StagedReader(
+            device=device,
+            buffers=[buffer.data_ptr() for buffer in buffers],
+            buffer_bytes=buffers.shape[1],
+            seconds=COPY_SECONDS,
+        )
+
+    def read(self, pieces: Sequence[Piece]) -> tuple[int, str] | None:
+        """See Reader."""
+        try:
+            wrong: tuple[int, str] | None = self._native.read(stream=self._stream(), pieces=pieces)
+        except RuntimeError as error:
+            raise InternalError(f"weights: {error}") from error
+        return wrong
 
 
 class StagedFiles(OpenShards[int]):
-    """See shards.TensorFiles. Reads only the bytes of loaded tensors, into BUFFERS * buffer_bytes of host
+    """See loading.TensorFiles. Reads only the bytes of loaded tensors, into BUFFERS * buffer_bytes of host
     memory for each loading thread. A context, which closes the files at its end.
     """
 
     def __init__(self, copies: Copies, buffer_bytes: int = BUFFER_BYTES) -> None:
         super().__init__()
         self._copies, self._buffer_bytes = copies, buffer_bytes
-        self._own = threading.local()
+        self._own = _OwnOfThread()
 
-    def load(
-        self, stored: StoredTensor, part: int | None = None, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See shards.TensorFiles."""
-        if into is None:
-            shape = stored.shape if part is None else stored.shape[1:]
-            into = torch.empty(shape, dtype=TORCH[stored.dtype], device=self._copies.device)
-        target = into.view(-1).view(torch.uint8)
-        begin = stored.begin + (part or 0) * len(target)
-        try:
-            file = self.shard(stored.file)
-            for at in range(0, len(target), self._buffer_bytes):
-                piece = target[at : at + self._buffer_bytes]
-                next(self._buffers()).read_and_copy(piece, file, begin + at)
-        except OSError as error:
-            raise CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({error})") from error
+    def load(self, stored: StoredTensor, part: int | None = None) -> torch.Tensor:
+        """See loading.TensorFiles."""
+        shape = stored.shape if part is None else stored.shape[1:]
+        into = torch.empty(shape, dtype=TORCH[stored.dtype], device=self._copies.device)
+        self._read([self._wanted(into, stored, part)])
         return into
 
-    def finish(self) -> None:
-        """See shards.TensorFiles. Raises: InternalError after COPY_SECONDS."""
-        self._copies.finish()
+    def fill(self, into: torch.Tensor, stored: StoredTensor, part: int | None = None) -> None:
+        """See loading.TensorFiles."""
+        self._own.wanted.append(self._wanted(into, stored, part))
 
-    def _buffers(self) -> Iterator[_Buffer]:
-        """The buffers of this thread, in turn."""
-        if not hasattr(self._own, "buffers"):
-            self._own.buffers = cycle([_Buffer(self._copies, self._buffer_bytes) for _ in range(BUFFERS)])
-        buffers: Iterator[_Buffer] = self._own.buffers
-        return buffers
+    def flush(self) -> None:
+        """See loading.TensorFiles."""
+        wanted, self._own.wanted = self._own.wanted, []
+        self._read(wanted)
+
+    def finish(self) -> None:
+        """See loading.TensorFiles. Raises: InternalError after COPY_SECONDS."""
+        self._copies.finish()
 
     def open_shard(self, file: Path, closing: ExitStack) -> int:
         """The descriptor of a file."""
@@ -125,23 +149,38 @@ class StagedFiles(OpenShards[int]):
         closing.callback(os.close, descriptor)
         return descriptor
 
+    def _wanted(self, into: torch.Tensor, stored: StoredTensor, part: int | None) -> _Wanted:
+        try:
+            file = self.shard(stored.file)
+        except OSError as error:
+            raise _unreadable(stored, error) from error
+        begin = stored.begin + (part or 0) * into.nbytes
+        return _Wanted(stored, into, Piece(file, begin, into.nbytes, into.data_ptr()))
 
-class _Buffer:
-    """A buffer of one thread, and the copy that still reads it."""
+    def _read(self, wanted: Sequence[_Wanted]) -> None:
+        if self._own.reader is None:
+            self._own.reader = self._copies.reader(self._buffer_bytes)
+        wrong = self._own.reader.read([one.piece for one in wanted])
+        if wrong is not None:
+            number, why = wrong
+            raise _unreadable(wanted[number].stored, why)
 
-    def __init__(self, copies: Copies, size: int) -> None:
-        self._copies, self._host = copies, copies.buffer(size)
-        self._bytes = self._host.numpy().data
-        self._copied: Event | None = None
 
-    def read_and_copy(self, into: torch.Tensor, file: int, begin: int) -> None:
-        """Bytes of a file from `begin` on into all of `into`: [n] uint8. Raises: OSError."""
-        if self._copied is not None:
-            await_event(self._copied, COPY_SECONDS, _WHAT, LOOK_SECONDS)
-        done, size = 0, len(into)
-        while done < size:
-            count = os.preadv(file, [self._bytes[done:size]], begin + done)
-            if not count:
-                raise OSError(f"the file ends at byte {begin + done}")
-            done += count
-        self._copied = self._copies.start(into, self._host[:size])
+class _Wanted(NamedTuple):
+    """into: kept until the values are there."""
+
+    stored: StoredTensor
+    into: torch.Tensor
+    piece: Piece
+
+
+class _OwnOfThread(threading.local):
+    """What each thread has of its own. wanted: by fill(), until flush()."""
+
+    def __init__(self) -> None:
+        self.reader: Reader | None = None
+        self.wanted: list[_Wanted] = []
+
+
+def _unreadable(stored: StoredTensor, why: object) -> CheckpointError:
+    return CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({why})")

@@ -1,13 +1,12 @@
 """What comes to a GPU through pinned buffers is what is in the files, whoever's copies are late.
 
-Here copies are a list, or made at once; tests/gpu has a device whose copies are really late.
+Here copies are made at the second look for their end; tests/gpu has a device whose copies are really late.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,79 +17,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ep_server.backends.gpu import staged_files
-from ep_server.backends.gpu.staged_files import BUFFERS, StagedFiles
+from ep_server.backends.gpu.staged_files import StagedFiles
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import CheckpointError, InternalError
-from ep_server.models.checkpoint import Checkpoint
+from ep_server.models.checkpoint import Checkpoint, StoredTensor
 from ep_server.models.families import read_spec
 from ep_server.models.layers import ModelWeights, tensors_of
 from ep_server.models.loading import TensorReader
 from ep_server.models.weights import load_weights, weights_from
 from tests.support.compare import assert_equal
+from tests.support.gpu.late_copies import LateCopies
 
 if TYPE_CHECKING:
     from tests.support.models.checkpoints import Tiny
     from tests.support.models.fp8 import Fp8Tiny
 
 SMALL = 96  # bytes of a buffer: most tensors take several
-CPU = torch.device("cpu")
-READ = os.preadv
-
-
-class Prompt:
-    """Copies that have ended when they begin."""
-
-    device = CPU
-
-    def __init__(self) -> None:
-        self.buffers = 0
-
-    def buffer(self, size: int) -> torch.Tensor:
-        self.buffers += 1
-        return torch.empty(size, dtype=torch.uint8)
-
-    def start(self, into: torch.Tensor, values: torch.Tensor) -> Copy:
-        copy = Copy(into, values)
-        copy.make()
-        return copy
-
-    def finish(self) -> None:
-        pass
-
-
-class Late(Prompt):
-    """Copies that are made at the second look at them, or in the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: list[Copy] = []
-
-    def start(self, into: torch.Tensor, values: torch.Tensor) -> Copy:
-        self.started.append(Copy(into, values))
-        return self.started[-1]
-
-    def finish(self) -> None:
-        for copy in self.started:
-            copy.make()
-
-
-class Copy:
-    """Both the copy and the event behind it."""
-
-    def __init__(self, into: torch.Tensor, values: torch.Tensor) -> None:
-        self.looks, self.made = 0, False
-        self.into, self.values = into, values
-
-    def make(self) -> None:
-        if not self.made:
-            self.into.copy_(self.values)
-        self.made = True
-
-    def query(self) -> bool:
-        self.looks += 1
-        if self.looks > 1:
-            self.make()
-        return self.made
 
 
 def written(folder: Path) -> dict[str, torch.Tensor]:
@@ -115,13 +57,22 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("buffer_bytes", [SMALL, 1 << 20])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_late_copies_find_the_bytes_of_the_files(tmp_path: Path, buffer_bytes: int, threads: int) -> None:
-    expected, copies = written(tmp_path), Late()
+    expected, copies = written(tmp_path), LateCopies()
     stored = Checkpoint.open(tmp_path).tensors
+    given = {name: torch.full((3, *tensor.shape), 0x7F).to(tensor.dtype) for name, tensor in expected.items()}
+    before = {name: tensor.clone() for name, tensor in given.items()}
+
+    def fill(names: list[str]) -> None:
+        for name in names:
+            files.fill(given[name][1], stored[name])
+        files.flush()
+
     with StagedFiles(copies, buffer_bytes) as files, ThreadPoolExecutor(threads) as pool:
         loads = {name: pool.submit(files.load, tensor) for name, tensor in stored.items()}
         parts = [pool.submit(files.load, stored["stack"], part) for part in range(4)]
-        given = torch.full((3, 7, 41), float("nan"))
-        pool.submit(files.load, stored["torch.float32.7x41"], None, given[1]).result()
+        names = list(stored)
+        for filled in [pool.submit(fill, names[n::4]) for n in range(4)]:
+            filled.result()
         got = {name: load.result() for name, load in loads.items()}
         entries = [load.result() for load in parts]
         files.finish()  # of what was loaded: a load that is still under way is not in it
@@ -129,23 +80,56 @@ def test_late_copies_find_the_bytes_of_the_files(tmp_path: Path, buffer_bytes: i
     for name, values in expected.items():
         assert (got[name].dtype, got[name].shape) == (values.dtype, values.shape)
         assert torch.equal(bits(got[name]), bits(values)), name
+        assert torch.equal(bits(given[name][1]), bits(values)), name
+        assert torch.equal(bits(given[name][::2]), bits(before[name][::2])), name
     for part, entry in enumerate(entries):
         assert_equal(entry, expected["stack"][part], f"part {part}")
-    assert_equal(given[1], expected["torch.float32.7x41"], "given memory")
-    assert given[[0, 2]].isnan().all()
-    assert copies.buffers <= BUFFERS * threads
+    assert len(copies.readers) <= threads
 
 
-def staged(path: Path, experts: list[int], dtype: torch.dtype, copies: Prompt) -> ModelWeights:
+def test_nothing_is_read_before_it_is_flushed(tmp_path: Path) -> None:
+    written(tmp_path)
+    stored, copies = Checkpoint.open(tmp_path).tensors["stack"], LateCopies()
+    given = torch.full(stored.shape, float("nan"))
+    with StagedFiles(copies, SMALL) as files:
+        files.fill(given[0], stored, 0)
+        files.fill(given[2], stored, 2)
+        assert not copies.readers
+        files.flush()
+        assert len(copies.readers[0].pieces) == 2
+        files.flush()
+        files.finish()
+    assert len(copies.readers[0].pieces) == 2
+    assert given[[1, 3]].isnan().all()
+    assert_equal(given[[0, 2]], load_file(tmp_path / "model.safetensors")["stack"][[0, 2]], "entries")
+
+
+def staged(path: Path, experts: list[int], dtype: torch.dtype, copies: LateCopies) -> ModelWeights:
     spec, checkpoint = read_spec(path), Checkpoint.open(path)
     with StagedFiles(copies, SMALL * 10) as files:
-        reader = TensorReader(checkpoint, spec.quant_block, files)
+        reader = TensorReader(checkpoint, spec.quant_block, InTime(files))
         return weights_from(reader, spec, experts, dtype, TorchCompute(), threads=3)
+
+
+class InTime:
+    """Files of a device whose later work waits for its copies, as a stream does."""
+
+    def __init__(self, files: StagedFiles) -> None:
+        self._files, self.fill, self.finish = files, files.fill, files.finish
+
+    def load(self, stored: StoredTensor, part: int | None = None) -> torch.Tensor:
+        values = self._files.load(stored, part)
+        self.finish()
+        return values
+
+    def flush(self) -> None:
+        self._files.flush()
+        self.finish()
 
 
 def assert_same(path: Path, experts: list[int], dtype: torch.dtype) -> None:
     """Staged weights are those of mapped files, to the bit."""
-    copies = Prompt()
+    copies = LateCopies()
     got = staged(path, experts, dtype, copies)
     expected = load_weights(Checkpoint.open(path), read_spec(path), experts, dtype, TorchCompute())
     pairs = list(zip(tensors_of(got), tensors_of(expected), strict=True))
@@ -153,7 +137,7 @@ def assert_same(path: Path, experts: list[int], dtype: torch.dtype) -> None:
     for one, two in pairs:
         assert (one.dtype, one.shape) == (two.dtype, two.shape)
         assert torch.equal(bits(one), bits(two))
-    assert 0 < copies.buffers <= 3 * BUFFERS
+    assert 0 < len(copies.readers) <= 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,19 +155,10 @@ def test_so_are_fp8_models(fp8: Callable[[str], Fp8Tiny], name: str, dtype: torc
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral-tied-stacked"])
-def test_a_rank_reads_the_bytes_of_its_own_tensors(
-    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    path, lock = tiny(name).path, threading.Lock()
-    read: list[tuple[int, int]] = []
-
-    def recording(file: int, buffers: list[memoryview], begin: int) -> int:
-        with lock:
-            read.append((begin, buffers[0].nbytes))
-        return READ(file, buffers, begin)
-
-    monkeypatch.setattr(os, "preadv", recording)
-    staged(path, [1, 5], torch.float32, Prompt())
+def test_a_rank_reads_the_bytes_of_its_own_tensors(tiny: Callable[[str], Tiny], name: str) -> None:
+    path, copies = tiny(name).path, LateCopies()
+    staged(path, [1, 5], torch.float32, copies)
+    read = [(piece.begin, piece.size) for reader in copies.readers for piece in reader.pieces]
     expected = []
     for one in Checkpoint.open(path).tensors.values():
         if one.name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -197,13 +172,13 @@ def test_a_rank_reads_the_bytes_of_its_own_tensors(
     }
 
 
-def test_reads_may_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_may_end_early(tmp_path: Path) -> None:
     written(tmp_path)
-    monkeypatch.setattr(os, "preadv", lambda file, to, begin: READ(file, [to[0][:5]], begin))
-    with StagedFiles(Prompt(), SMALL) as files:
+    with StagedFiles(LateCopies(most_read=5), SMALL) as files:
         for name, stored in Checkpoint.open(tmp_path).tensors.items():
-            expected = load_file(tmp_path / "model.safetensors")[name]
-            assert torch.equal(bits(files.load(stored)), bits(expected)), name
+            expected, got = load_file(tmp_path / "model.safetensors")[name], files.load(stored)
+            files.finish()
+            assert torch.equal(bits(got), bits(expected)), name
 
 
 def test_files_that_shrink_or_go_are_named(tmp_path: Path) -> None:
@@ -212,15 +187,26 @@ def test_files_that_shrink_or_go_are_named(tmp_path: Path) -> None:
     stored = Checkpoint.open(tmp_path).tensors
     last = max(stored.values(), key=lambda one: one.begin + one.nbytes)
     os.truncate(file, last.begin + 1)
-    with StagedFiles(Prompt()) as files:
+    with StagedFiles(LateCopies()) as files:
         with pytest.raises(CheckpointError, match=rf"tensor {re.escape(last.name)}: .* ends at byte"):
             files.load(last)
+        files.fill(torch.empty(4, 5, 6), stored["stack"])
+        files.fill(torch.empty(last.shape, dtype=torch.uint8).view(-1), last)
+        with pytest.raises(CheckpointError, match=rf"tensor {re.escape(last.name)}: .* ends at byte"):
+            files.flush()
+        files.flush()  # what failed is forgotten
         file.unlink()
-    with (
-        StagedFiles(Prompt()) as files,
-        pytest.raises(CheckpointError, match=r"tensor one: .*No such"),
-    ):
+    with StagedFiles(LateCopies()) as files, pytest.raises(CheckpointError, match=r"tensor one: .*No such"):
         files.load(stored["one"])
+
+
+def test_a_folder_in_the_place_of_a_shard_is_named(tmp_path: Path) -> None:
+    written(tmp_path)
+    stored = Checkpoint.open(tmp_path).tensors["one"]
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").mkdir()
+    with StagedFiles(LateCopies()) as files, pytest.raises(CheckpointError, match=r"tensor one: .*directory"):
+        files.load(stored)
 
 
 def test_a_copy_that_does_not_end_is_not_waited_for_for_ever(
@@ -228,9 +214,17 @@ def test_a_copy_that_does_not_end_is_not_waited_for_for_ever(
 ) -> None:
     written(tmp_path)
     monkeypatch.setattr(staged_files, "COPY_SECONDS", 0.01)
-    monkeypatch.setattr(Copy, "query", lambda self: False)
     with (
-        StagedFiles(Late(), SMALL) as files,
-        pytest.raises(InternalError, match=r"has not ended copies of weights in 0\.01 s"),
+        StagedFiles(LateCopies(hangs=True), SMALL) as files,
+        pytest.raises(InternalError, match=r"weights: copies to the device do not end in 0\.01 s"),
     ):
         files.load(Checkpoint.open(tmp_path).tensors["torch.float32.7x41"])
+
+
+def test_an_error_of_the_device_is_reported(tmp_path: Path) -> None:
+    written(tmp_path)
+    with (
+        StagedFiles(LateCopies(fails=True)) as files,
+        pytest.raises(InternalError, match=r"weights: cudaMemcpyAsync: an error of the emulation"),
+    ):
+        files.load(Checkpoint.open(tmp_path).tensors["one"])
