@@ -40,12 +40,12 @@ __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins,
 // What the blocks do. Some return rows: one warp publishes, the others copy. The rest only sum, since loads
 // for sums would wait behind stores that wait for the link. A single block does both.
 struct Roles {
-  static constexpr uint32_t kMostReturning = 16;  // blocks that fill the link
+  static constexpr uint32_t kMostReturning = 9;  // blocks that fill the link; more of them slow down sums
   uint32_t returning, copying, summing;  // blocks that return; warps that copy, and that sum, of this block
 
   __device__ __forceinline__ explicit Roles(uint32_t ranks) {
     const uint32_t warps = blockDim.x / kWarp;
-    returning = ranks == 1 ? 0 : max(1u, min(gridDim.x / 3, kMostReturning));
+    returning = ranks == 1 ? 0 : max(1u, min((gridDim.x + 2) / 3, kMostReturning));
     const bool both = gridDim.x == 1, returns = blockIdx.x < returning;
     copying = !returns ? 0 : both ? warps / 2 : warps - 1;
     summing = !returns ? warps : both ? warps - copying - 1 : 0;
