@@ -48,7 +48,7 @@ def rows_of(rank: int, args: argparse.Namespace, payload: str) -> list[dict[str,
     assert exchange.fused is not None and exchange.normal is not None
     few = FusedRows(exchange.fused)
     rows = RowsOfSteps(few, few, exchange.check, ManyRows(exchange.normal))
-    timed = GpuTimedPairs(exchange, rows, device, captured=True)
+    timed = GpuTimedPairs(exchange, rows, device, most, captured=True)
     lines = []
     for tokens in args.tokens:
         times: tuple[list[int], list[int]] = ([], [])
