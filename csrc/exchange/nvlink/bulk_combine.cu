@@ -40,7 +40,7 @@ __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins,
 // What the blocks do. Some return rows: one warp publishes, the others copy. The rest only sum, since loads
 // for sums would wait behind stores that wait for the link. A single block does both.
 struct Roles {
-  static constexpr uint32_t kMostReturning = 9;  // blocks that fill the link; more of them slow down sums
+  static constexpr uint32_t kMostReturning = 8;  // blocks that fill the link; more of them slow down sums
   uint32_t returning, copying, summing;  // blocks that return; warps that copy, and that sum, of this block
 
   __device__ __forceinline__ explicit Roles(uint32_t ranks) {
