@@ -1,4 +1,4 @@
-"""NVLink exchange and Hopper kernels. Addresses are Tensor.data_ptr(); 0 means absent.
+"""NVLink exchange, Hopper kernels and loader of files. Addresses are Tensor.data_ptr(); 0 means absent.
 
 Written by `make stubs` from the built module.
 """
@@ -398,5 +398,9 @@ class Linear:
         rows_of_tile: int,
         lets_next_start: bool,
     ) -> None: ...
+
+class StagedReader:
+    def __init__(self, *, device: int, buffers: Sequence[int], buffer_bytes: int, seconds: float) -> None: ...
+    def read(self, *, stream: int, pieces: Sequence[tuple[int, int, int, int]]) -> tuple[int, str] | None: ...
 
 def order_blocks(rows: int) -> int: ...

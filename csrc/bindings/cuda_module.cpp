@@ -1,5 +1,6 @@
-// The module ep_server._cuda: the NVLink exchange and the Hopper kernels. It is apart from ep_server._C
-// because it is built only where nvcc is; it links no driver, so it can be imported without one.
+// The module ep_server._cuda: the NVLink exchange, the Hopper kernels and the loader of files. It is apart
+// from ep_server._C because it is built only where nvcc is; it links no driver, so it can be imported without
+// one.
 #include <pybind11/pybind11.h>
 
 namespace py = pybind11;
@@ -13,7 +14,8 @@ void bind_products(py::module_& m);   // products.cpp
 void bind_loading(py::module_& m);    // loading.cpp
 
 PYBIND11_MODULE(_cuda, m) {
-  m.doc() = "NVLink exchange and Hopper kernels. Addresses are Tensor.data_ptr(); 0 means absent.";
+  m.doc() =
+      "NVLink exchange, Hopper kernels and loader of files. Addresses are Tensor.data_ptr(); 0 means absent.";
   bind_nvlink(m);
   bind_experts(m);
   bind_attention(m);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import Codes, TensorSource
 from ep_server.records import EMPTY
 
-BATCH_BYTES = 128 << 20  # of experts that a thread reads between two turns of the interpreter
+BATCH_BYTES = 64 << 20  # of experts that a thread reads between two turns of the interpreter
 
 
 def sparse_block(source: TensorSource, spec: ModelSpec, layer: str) -> str:
@@ -44,12 +44,21 @@ def load_slots(
     """
     loader = ExpertLoader(source, spec, dtype, compute)
     fitting = BATCH_BYTES // (3 * spec.expert_ffn * spec.hidden * dtype.itemsize)
-    at_once = max(1, min(fitting, -(-len(moves) // threads)))
-    batches = [moves[first : first + at_once] for first in range(0, len(moves), at_once)]
     with ThreadPoolExecutor(threads, "experts") as pool:
+        batches = in_batches(moves, max(1, min(fitting, -(-len(moves) // threads))), threads)
         for loaded in [pool.submit(loader.load_slots, weights, batch) for batch in batches]:
             loaded.result()
             alive()
+
+
+def in_batches(moves: Sequence[SlotMove], most: int, threads: int) -> Iterator[Sequence[SlotMove]]:
+    """Batches of `most`; those that threads begin with grow up to it, so that not all threads end at once."""
+    first, number = 0, 0
+    while first < len(moves):
+        number += 1
+        last = first + max(1, min(most, most * number // threads))
+        yield moves[first:last]
+        first = last
 
 
 def read_experts(

@@ -17,7 +17,7 @@ from ep_server.backends.assembly import LoadParams, RankModel, load_experts, loa
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.compute import Compute
-from ep_server.models.experts import SlotMove
+from ep_server.models.experts import SlotMove, in_batches
 from ep_server.models.families import read_spec
 from ep_server.models.layers import MoeWeights, tensors_of
 from ep_server.models.slots import ExpertRows, SlotTable
@@ -115,6 +115,22 @@ def test_experts_read_into_slots_are_those_loaded(
     for slot in (2, 3):
         expected = [outputs(whole, (layer + slot + 1) % EXPERTS)[layer] for layer in range(layers)]
         assert outputs(model, slot) == expected
+
+
+@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize("most", [1, 2, 5, 100])
+@pytest.mark.parametrize("count", [0, 1, 4, 97])
+def test_batches_of_slots_grow_up_to_the_most(count: int, most: int, threads: int) -> None:
+    """So a slow disk shows that it is alive before each thread has read a whole batch."""
+    moves = [SlotMove(0, number, number) for number in range(count)]
+    batches = list(in_batches(moves, most, threads))
+    assert [move for batch in batches for move in batch] == moves
+    sizes = [len(batch) for batch in batches]
+    assert all(1 <= size <= most for size in sizes)
+    assert sizes[:-1] == sorted(sizes[:-1])
+    assert all(size == most for size in sizes[threads:-1])
+    if threads > 1 and count > most > threads:
+        assert sizes[0] < most
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe-fp8", "deepseek_v3-fp8"])

@@ -21,8 +21,9 @@ from ep_server.backends.gpu.staged_files import StagedFiles
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import CheckpointError, InternalError
 from ep_server.models.checkpoint import Checkpoint, StoredTensor
+from ep_server.models.experts import SlotMove, load_slots
 from ep_server.models.families import read_spec
-from ep_server.models.layers import ModelWeights, tensors_of
+from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import TensorReader
 from ep_server.models.weights import load_weights, weights_from
 from tests.support.compare import assert_equal
@@ -146,6 +147,28 @@ def assert_same(path: Path, experts: list[int], dtype: torch.dtype) -> None:
 )
 def test_models_are_those_of_mapped_files(tiny: Callable[[str], Tiny], name: str, dtype: torch.dtype) -> None:
     assert_same(tiny(name).path, [0, 4], dtype)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral-tied-stacked", "qwen3_moe-fp8"])
+def test_experts_come_into_slots_that_are_there(
+    tiny: Callable[[str], Tiny], fp8: Callable[[str], Fp8Tiny], name: str
+) -> None:
+    """As after a lost rank: several threads, values from before in the slots."""
+    path, copies, compute = (fp8 if "fp8" in name else tiny)(name).path, LateCopies(), TorchCompute()
+    spec, checkpoint, dtype = read_spec(path), Checkpoint.open(path), torch.bfloat16
+    wanted = load_weights(checkpoint, spec, [3, 1, 2], dtype, compute)
+    weights = load_weights(checkpoint, spec, [0, 0, 0], dtype, compute)
+    layers = [number for number, layer in enumerate(weights.layers) if isinstance(layer.ffn, MoeWeights)]
+    moves = [SlotMove(layer, slot, expert) for layer in layers for slot, expert in enumerate((3, 1, 2))]
+    told = list[int]()
+    with StagedFiles(copies, SMALL * 10) as files:
+        reader = TensorReader(checkpoint, spec.quant_block, InTime(files))
+        load_slots(reader, spec, dtype, compute, weights, moves, 3, lambda: told.append(1))
+    for layer in layers:
+        got, expected = (tensors_of(w.layers[layer].ffn.experts) for w in (weights, wanted))
+        for one, two in zip(got, expected, strict=True):
+            assert torch.equal(bits(one), bits(two)), layer
+    assert 3 <= len(told) <= len(moves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
