@@ -8,6 +8,7 @@ from collections.abc import Sequence
 MAX_RANKS: int
 BAD_IDS: int
 CAPACITY: int
+REQUESTED: int
 
 class BulkPlanArgs:
     def __init__(

@@ -24,7 +24,7 @@ EpServerError
 │   └── CheckpointError                               file or tensor missing or of a wrong shape
 ├── ExchangeError                INTERNAL             dispatch / combine
 │   ├── PeerTimeout                                   a wait passed its deadline
-│   ├── PeerLost                                      a rank of another host exited
+│   ├── PeerLost                                      a rank ended, or was lost by another host
 │   ├── HookNotCalled                                 a bank is needed again before its receive hook ran
 │   ├── ProtocolViolation                             a cell newer than expected
 │   └── GroupAborted                                  an earlier error aborted the group
@@ -216,14 +216,16 @@ class PeerTimeout(ExchangeError):
 
 
 class PeerLost(ExchangeError):
-    """A rank of another host exited, or timed out.
+    """A rank has ended, or one of another host timed out.
 
     Attributes:
         op, phase: where it was noticed. rank, peer: who noticed, and who is gone.
+            The same rank twice: no rank noticed. The launcher reported that the process has ended.
     """
 
     def __init__(self, op: str, phase: str, rank: int, peer: int) -> None:
-        super().__init__(f"rank {rank} lost peer {peer} in {op}/{phase}")
+        reported = f"rank {peer} has ended, as the launcher reports"
+        super().__init__(reported if rank == peer else f"rank {rank} lost peer {peer} in {op}/{phase}")
         self.op, self.phase, self.rank, self.peer = op, phase, rank, peer
 
 

@@ -469,4 +469,5 @@ void bind_nvlink(py::module_& m) {
   m.attr("MAX_RANKS") = cuda::kMaxPeers;
   m.attr("BAD_IDS") = uint32_t(cuda::kBadIds);
   m.attr("CAPACITY") = uint32_t(cuda::kCapacity);
+  m.attr("REQUESTED") = uint32_t(Code::kRequested);
 }

@@ -15,7 +15,7 @@ enum class Code : uint32_t {
   kAborted,      // GroupAborted; the fields describe the first error
   kInterrupted,  // a signal handler raised in Python
   kRequested,    // abort() was called
-  kLost,         // PeerLost: the network or a timeout says so; `rank` noticed it
+  kLost,         // PeerLost: `rank` noticed it; the launcher did if it is `peer`, too
 };
 
 // Where an operation can wait, fail, or have a fault injected.

@@ -260,7 +260,8 @@ void Group::abort() {
 // As a peer's kernel would, see fail(): with what it says of the error, then with the cell that names it.
 void Group::abort_locked() {
   const uint32_t rank = device_.rank;
-  const Status status{Code::kRequested, Op::kVote, Phase::kGather, rank, rank, 0, 0};
+  const Status status{Code::kRequested,          Op::kVote, Phase::kGather, rank, rank, 0,
+                      uint32_t(Code::kRequested)};  // `seen` is what the kernels pass on
   copy_in(device_.own() + Head::abort_status(rank), &status, sizeof status);
   const uint64_t cell = uint64_t(rank + 1) << 32 | (uint32_t(base_) + 1);
   copy_in(device_.own() + Head::kAbort, &cell, sizeof cell);

@@ -379,6 +379,8 @@ def raise_status(status: tuple[int, str, str, int, int, int, int], spec: Exchang
         )
     if code == 3:
         raise ProtocolViolation(f"a cell is newer than expected or invalid: {where}")
+    if code == 4 and (expected, seen) == (0, _cuda.REQUESTED):
+        raise GroupAborted(f"rank {rank} ended the waits of its GPU: its group is aborted or reset")
     if code == 4:
         raise GroupAborted(f"the group was aborted after an error in {where}")
     raise InternalError(f"unexpected status {code}: {where}")

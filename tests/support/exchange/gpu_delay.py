@@ -208,7 +208,7 @@ def aborted(group: dist.ProcessGroup) -> None:
         time.sleep(SHORT_SECONDS)
         control.abort()
     else:
-        with pytest.raises(GroupAborted):
+        with pytest.raises(GroupAborted, match=f"rank {spec.rank} ended the waits of its GPU"):
             pending.recv(View.PADDED)
             exchange.synchronize()
     exchange.reset()  # ends the delay too
