@@ -190,7 +190,8 @@ class Group:
         device: int,
         timeout_ns: int,
         mask_on_timeout: bool,
-        heap_bytes: int = 0,
+        heap_bytes: int,
+        idle_seconds: float,
     ) -> None: ...
     def export_fd(self) -> int: ...
     def attach(self, rank: int, fd: int) -> None: ...

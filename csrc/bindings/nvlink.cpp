@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/pointer.hpp"
+#include "exchange/nvlink/await_stream.hpp"
 #include "exchange/nvlink/group.hpp"
 #include "exchange/nvlink/many_rows.hpp"
 #include "exchange/nvlink/peer_memory.hpp"
@@ -375,8 +376,10 @@ void bind_nvlink(py::module_& m) {
            py::arg("norm") = cuda::AddNorm{});
 
   py::class_<nvlink::Region>(m, "PeerMemory", "Zeroed GPU memory that other processes of this host can map.")
-      .def(py::init(&nvlink::Region::create), py::arg("device"), py::arg("bytes"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(py::init([](int device, uint64_t bytes) {
+             return nvlink::Region::create(device, bytes, cuda::kIdleSeconds);
+           }),
+           py::arg("device"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
       .def_static(
           "attach",
           [](int device, uint64_t bytes, int fd) {
@@ -393,17 +396,18 @@ void bind_nvlink(py::module_& m) {
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,
                        uint32_t num_banks, uint32_t payload, uint32_t reduction, uint32_t rank,
                        const std::vector<int32_t>& placement, int device, uint64_t timeout_ns,
-                       bool mask_on_timeout, uint64_t heap_bytes) {
+                       bool mask_on_timeout, uint64_t heap_bytes, double idle_seconds) {
              const Geometry geometry{
                  num_ranks, uint32_t(placement.size()), max_tokens,           hidden, top_k,
                  num_banks, Payload(payload),           Reduction(reduction), 0};
-             return std::make_unique<Group>(geometry, rank, placement,
-                                            cuda::Options{device, timeout_ns, mask_on_timeout, heap_bytes});
+             return std::make_unique<Group>(
+                 geometry, rank, placement,
+                 cuda::Options{device, timeout_ns, mask_on_timeout, heap_bytes, idle_seconds});
            }),
            py::kw_only(), py::arg("num_ranks"), py::arg("max_tokens"), py::arg("hidden"), py::arg("top_k"),
            py::arg("num_banks"), py::arg("payload"), py::arg("reduction"), py::arg("rank"),
            py::arg("placement"), py::arg("device"), py::arg("timeout_ns"), py::arg("mask_on_timeout"),
-           py::arg("heap_bytes") = 0)
+           py::arg("heap_bytes"), py::arg("idle_seconds"))
       .def("export_fd", &Group::export_fd)
       .def("attach", &Group::attach, py::arg("rank"), py::arg("fd"))
       .def("abort", &Group::abort, py::call_guard<py::gil_scoped_release>())
@@ -437,19 +441,20 @@ void bind_nvlink(py::module_& m) {
            py::arg("args"))
       .def("bulk_stores", &bulk_stores, py::arg("stream"), py::arg("num_sms"), py::arg("peer"),
            py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
-      .def("bulk_operations", &bulk_operations)
+      .def("bulk_operations", &bulk_operations, py::call_guard<py::gil_scoped_release>())
       .def("heap", [](const Group& self) { return reinterpret_cast<uintptr_t>(self.heap()); })
       .def("delay", &delay, py::arg("stream"), py::arg("op"), py::arg("halves"), py::arg("next_reads_ahead"),
            py::arg("handle"), py::call_guard<py::gil_scoped_release>())
       .def("set_delay", &Group::set_delay, py::arg("ns"), py::call_guard<py::gil_scoped_release>())
       .def("empty_clock_cells", &Group::empty_clock_cells, py::call_guard<py::gil_scoped_release>())
       .def("compare_clocks", &compare_clocks, py::arg("stream"), py::call_guard<py::gil_scoped_release>())
-      .def("clocks_ahead", &Group::clocks_ahead)
-      .def("set_faults", &set_faults, py::arg("faults"))
+      .def("clocks_ahead", &Group::clocks_ahead, py::call_guard<py::gil_scoped_release>())
+      .def("set_faults", &set_faults, py::arg("faults"), py::call_guard<py::gil_scoped_release>())
       .def("status", &status)
       .def("statistics", &statistics)
-      .def("epochs", &epochs)
-      .def("reset", &Group::reset, py::arg("base"), py::arg("masked"))
+      .def("epochs", &epochs, py::call_guard<py::gil_scoped_release>())
+      .def("reset", &Group::reset, py::arg("base"), py::arg("masked"),
+           py::call_guard<py::gil_scoped_release>())
       .def("mask", &Group::mask, py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
       .def(
           "rows_at",

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "exchange/nvlink/await_stream.hpp"
 #include "exchange/nvlink/kernel_times.hpp"
 
 namespace ep::cuda {
@@ -53,7 +54,7 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   device_.layout = DeviceLayout::of(g);
   device_.bulk = BulkLayout::of(device_.layout.total, options.heap_bytes);
   for (uint32_t r = 0; r < g.num_ranks; ++r)
-    regions_[r] = r == rank ? nvlink::Region::create(options.device, device_.bulk.total)
+    regions_[r] = r == rank ? nvlink::Region::create(options.device, device_.bulk.total, options.idle_seconds)
                             : nvlink::Region::reserve(options.device, device_.bulk.total);
   std::vector<uint32_t> table(placement.size());
   for (size_t e = 0; e < placement.size(); ++e) {
@@ -86,7 +87,9 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   check(cudaMalloc(reinterpret_cast<void**>(&table_), table.size() * sizeof(uint32_t)), "cudaMalloc");
   const size_t counters = (device_.local_experts + 1) * sizeof(uint64_t);
   check(cudaMalloc(reinterpret_cast<void**>(&device_.expert_tokens), counters), "cudaMalloc");
-  check(cudaMemset(device_.expert_tokens, 0, counters), "cudaMemset");
+  check(cudaMemsetAsync(device_.expert_tokens, 0, counters, stream_), "cudaMemset");
+  const size_t most_copied = std::max({sizeof(DeviceState), sizeof(DelayState), counters});
+  check(cudaHostAlloc(&copied_, most_copied, cudaHostAllocPortable), "cudaHostAlloc");
   check(cudaHostAlloc(reinterpret_cast<void**>(&device_.status), sizeof(Status),
                       cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
@@ -105,7 +108,6 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   copy_in(device_.state, &state, sizeof state);
   empty_slots();
   start_bulk(0);
-  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 // Operations up to this one are over, here and on all other ranks.
@@ -121,19 +123,24 @@ void Group::empty_slots() {
   const OnDevice here(options_.device);
   std::byte* slots = device_.own() + device_.layout.slots;
   check(cudaMemsetAsync(slots, 0xff, device_.layout.total - device_.layout.slots, stream_), "cudaMemset");
-  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  await("emptying the slots of the exchange");
 }
 
 Group::~Group() {
   watch_.reset();
   const OnDevice here(options_.device);
-  cudaDeviceSynchronize();  // kernels in flight still use all of this
+  // Kernels in flight still use all of this. To free it beside one that hangs would wait for that.
+  if (!ends_work(options_.device, double(options_.timeout_ns) / 1e9 + options_.idle_seconds)) {
+    for (auto& region : regions_) region.release();
+    return;
+  }
   cudaFree(device_.state);
   cudaFree(table_);
   cudaFree(device_.expert_tokens);
   cudaFree(delay_);
   cudaFreeHost(device_.status);
   cudaFreeHost(report_);
+  cudaFreeHost(copied_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
 }
 
@@ -155,14 +162,10 @@ Status Group::status() const {
 }
 
 DeviceState Group::snapshot(std::vector<uint64_t>* expert_tokens) {
-  const OnDevice here(options_.device);
   DeviceState state;
   expert_tokens->resize(device_.local_experts);
-  check(cudaMemcpyAsync(&state, device_.state, sizeof state, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy");
-  check(cudaMemcpyAsync(expert_tokens->data(), device_.expert_tokens,
-                        device_.local_experts * sizeof(uint64_t), cudaMemcpyDeviceToHost, stream_),
-        "cudaMemcpy");
-  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  copy_out(&state, device_.state, sizeof state);
+  copy_out(expert_tokens->data(), device_.expert_tokens, device_.local_experts * sizeof(uint64_t));
   return state;
 }
 
@@ -177,8 +180,20 @@ DeviceState Group::flushed(std::vector<uint64_t>* expert_tokens) {
 void Group::copy_in(void* to, const void* from, size_t bytes) {
   const OnDevice here(options_.device);
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "cudaMemcpy");
-  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  await("a copy to the state of the exchange");
 }
+
+// By way of pinned memory: the runtime waits for a copy to any other, without a deadline. One that comes
+// after the deadline finds this memory still there.
+void Group::copy_out(void* to, const void* from, size_t bytes) {
+  const OnDevice here(options_.device);
+  const std::lock_guard lock(copying_);
+  check(cudaMemcpyAsync(copied_, from, bytes, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy");
+  await("a copy of the state of the exchange");
+  std::memcpy(to, copied_, bytes);
+}
+
+void Group::await(const char* what) { await_stream(stream_, options_.idle_seconds, what); }
 
 void Group::reset(uint64_t base, uint64_t masked) {
   DeviceState state{};
@@ -235,14 +250,12 @@ void Group::empty_clock_cells() {
   const OnDevice here(options_.device);
   const uint64_t bytes = answer_at(kMaxPeers) - asked_at(0);
   check(cudaMemsetAsync(device_.own() + asked_at(0), 0, bytes, stream_), "cudaMemset");
-  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  await("emptying the cells of clocks");
 }
 
 std::vector<int64_t> Group::clocks_ahead() {
-  const OnDevice here(options_.device);
   DelayState state;
-  check(cudaMemcpyAsync(&state, delay_, sizeof state, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy");
-  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  copy_out(&state, delay_, sizeof state);
   return {state.ahead_ns, state.ahead_ns + device_.num_ranks};
 }
 

@@ -19,10 +19,11 @@ struct Options {
   int device;
   uint64_t timeout_ns;
   bool mask_on_timeout;
-  uint64_t heap_bytes = 0;  // for bulk.hpp; 0 = none
+  uint64_t heap_bytes;  // for bulk.hpp; 0 = none
+  double idle_seconds;  // for work that waits for no peer, such as copies of the state
 };
 
-// Throws std::runtime_error if the GPU or its driver refuses something.
+// Throws std::runtime_error if the GPU or its driver refuses something, or the GPU does not end a copy.
 class Group {
  public:
   Group(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
@@ -70,6 +71,8 @@ class Group {
   void start_bulk(uint64_t operation);
   void abort_locked();
   void copy_in(void* to, const void* from, size_t bytes);
+  void copy_out(void* to, const void* from, size_t bytes);
+  void await(const char* what);
 
   Options options_;
   Device device_{};
@@ -81,7 +84,9 @@ class Group {
   DelayState* delay_ = nullptr;
   std::mutex masking_;  // also guards base_ and aborted_base_
   uint64_t base_ = 0, aborted_base_ = UINT64_MAX;
-  uint32_t masked_by_host_ = 0;    // bits of ranks; kernels keep their own mask
+  uint32_t masked_by_host_ = 0;  // bits of ranks; kernels keep their own mask
+  std::mutex copying_;           // guards copied_, pinned memory
+  void* copied_ = nullptr;
   cudaStream_t stream_ = nullptr;  // for copies of state; never waits for the caller's streams
   std::unique_ptr<AbortWatch> watch_;
 };

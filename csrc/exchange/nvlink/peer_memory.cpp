@@ -7,14 +7,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "exchange/nvlink/await_stream.hpp"
+
 namespace ep::nvlink {
 namespace {
 
 constexpr unsigned kDriverVersion = 12000;  // the version whose signatures are used
 
-void check(cudaError_t error, const std::string& what) {
-  if (error != cudaSuccess) throw std::runtime_error(what + ": " + cudaGetErrorString(error));
-}
+using cuda::check;
 
 // Looks a driver function up once, in the library that the runtime has loaded.
 template <class Fn>
@@ -50,14 +50,12 @@ void require(int device, CUdevice_attribute attribute, const char* what) {
 }
 
 // On a stream of its own: a step may be running, which nothing here needs to wait for.
-void zero(void* data, uint64_t bytes) {
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  const cudaError_t begun = cudaMemsetAsync(data, 0, bytes, stream);
-  const cudaError_t ended = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  check(begun, "cudaMemset");
-  check(ended, "cudaStreamSynchronize");
+void zero(void* data, uint64_t bytes, double seconds) {
+  cudaStream_t made = nullptr;
+  check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
+  const std::unique_ptr<CUstream_st, decltype(&cudaStreamDestroy)> stream(made, cudaStreamDestroy);
+  check(cudaMemsetAsync(data, 0, bytes, stream.get()), "cudaMemset");
+  cuda::await_stream(stream.get(), seconds, "zeroing memory that peers write");
 }
 
 uint64_t whole(int device, uint64_t bytes) {
@@ -70,7 +68,7 @@ uint64_t whole(int device, uint64_t bytes) {
 
 }  // namespace
 
-std::unique_ptr<Region> Region::create(int device, uint64_t bytes) {
+std::unique_ptr<Region> Region::create(int device, uint64_t bytes, double seconds) {
   check(cudaSetDevice(device), "GPU " + std::to_string(device));
   check(cudaFree(nullptr), "the context of GPU " + std::to_string(device));
   require(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management");
@@ -83,7 +81,7 @@ std::unique_ptr<Region> Region::create(int device, uint64_t bytes) {
         std::to_string(region->bytes_) + " bytes for the exchange on GPU " + std::to_string(device));
   region->reserve_addresses();
   region->map(device);
-  zero(region->data(), region->bytes_);
+  zero(region->data(), region->bytes_, seconds);
   return region;
 }
 

@@ -11,8 +11,9 @@ namespace ep::nvlink {
 
 class Region {
  public:
-  // Allocates at least `bytes` on `device`, zeroed. Throws std::runtime_error saying what is missing.
-  static std::unique_ptr<Region> create(int device, uint64_t bytes);
+  // Allocates at least `bytes` on `device`, zeroed within `seconds`. Throws std::runtime_error saying what is
+  // missing.
+  static std::unique_ptr<Region> create(int device, uint64_t bytes, double seconds);
   // Keeps addresses for a peer's region, which attach() maps. Kernels that hold them stay valid whatever
   // memory is there.
   static std::unique_ptr<Region> reserve(int device, uint64_t bytes);

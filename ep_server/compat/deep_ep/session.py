@@ -28,6 +28,7 @@ from ep_server.exchange.api import (
 from ep_server.exchange.validate import check_tensor
 
 NUM_COMBINE_BUFFERS = 2  # two micro-batches, as in DeepEP
+IDLE_SECONDS = 30.0  # for a device to end its work once nothing makes it wait for a rank
 Hook = Callable[[], None]
 Completed = tuple[EventOverlap, Hook | None]
 
@@ -190,8 +191,11 @@ class BufferSession:
         return self._membership.masked if self.exchange.fused is None else self._masked
 
     def masked(self) -> frozenset[int]:
-        """Ranks that this one neither writes to nor waits for, after all calls so far."""
-        self._streams.synchronize()
+        """Ranks that this one neither writes to nor waits for, after all calls so far.
+
+        Raises: InternalError if the device does not end them.
+        """
+        self._streams.synchronize(self.spec.timeout_ns / 1e9 + IDLE_SECONDS)
         self._masked = self._membership.masked
         return self._masked
 

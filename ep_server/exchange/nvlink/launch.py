@@ -42,6 +42,7 @@ from ep_server.exchange.nvlink.banks import (
     DeviceState,
 )
 from ep_server.exchange.nvlink.delay import NvlinkDelay
+from ep_server.exchange.nvlink.device_wait import IDLE_SECONDS
 from ep_server.exchange.shapes import VECTOR, VIEWS, Shapes, Tensors
 from ep_server.exchange.spec import PAYLOADS, REDUCTIONS, ExchangeSpec, check_spec
 from ep_server.exchange.validate import CombineMode, check_tensor
@@ -115,6 +116,7 @@ def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str, heap_b
         timeout_ns=spec.timeout_ns,
         mask_on_timeout=on_timeout == "mask",
         heap_bytes=heap_bytes,
+        idle_seconds=IDLE_SECONDS,
     )
 
 

@@ -92,7 +92,11 @@ cudaError_t cudaSetDevice(int) { return refused == "cudaSetDevice" ? cudaErrorIn
 cudaError_t cudaFree(void*) { return cudaSuccess; }
 cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t) {
+  return refused == "cudaMemsetAsync ends" ? cudaErrorNotReady : cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaGetDevice(int*) { return cudaSuccess; }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 }
 
@@ -100,7 +104,8 @@ int main(int, char** argv) {
   const bool imports = std::string(argv[1]) == "import";
   refused = argv[2];
   try {
-    const auto region = imports ? ep::nvlink::Region::reserve(3, 100) : ep::nvlink::Region::create(3, 100);
+    const auto region =
+        imports ? ep::nvlink::Region::reserve(3, 100) : ep::nvlink::Region::create(3, 100, 0.05);
     for (int times = imports ? 2 : 0; times != 0; --times) region->attach(3, 0);
     std::printf("%llu bytes\n", static_cast<unsigned long long>(region->bytes()));
   } catch (const std::runtime_error& error) {

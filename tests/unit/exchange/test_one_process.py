@@ -196,7 +196,7 @@ def test_a_second_loss_does_not_hide_the_first() -> None:
     try:
         report_lost(fd, 2, 0)
         report_lost(fd, 1, 1)  # while the others form generation 1
-        with pytest.raises(PeerLost, match="^rank 1 has ended, as the launcher reports$"):
+        with pytest.raises(PeerLost, match=r"^rank 1 has ended, as the launcher reports$"):
             group.all_gather(b"")
         report_lost(fd, 2, 0)  # late
         with pytest.raises(PeerLost):

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "exchange/nvlink/device_guard.hpp"
+#include "exchange/nvlink/await_stream.hpp"
 #include "kernels/hopper/common/requirements.hpp"
 #include "kernels/hopper/common/tensor_map.hpp"
 
@@ -61,7 +61,8 @@ Experts::Experts(int device, const Stored& stored, const Sizes& sizes) : device_
   const cuda::OnDevice here(device);
   check(cudaMalloc(reinterpret_cast<void**>(&weights_.sync), kSyncWords * sizeof(uint32_t)), "cudaMalloc");
   check(cudaMemset(weights_.sync, 0, kSyncWords * sizeof(uint32_t)), "cudaMemset");
-  check(cudaStreamSynchronize(nullptr), "cudaMemset");  // torch's streams do not wait for the default stream
+  // torch's streams do not wait for the default stream
+  cuda::await_stream(nullptr, cuda::kIdleSeconds, "zeroing counters of the experts' kernel");
 }
 
 Experts::~Experts() { cudaFree(weights_.sync); }  // works for any device

@@ -7,10 +7,12 @@ The emulation: tests/support/exchange/emulated.
 from __future__ import annotations
 
 import platform
+from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.support.exchange import emulated
 from tests.support.exchange.buffer_masks import LOSSES, Lost
 from tests.support.exchange.emulated import programs
 from tests.support.exchange.emulated.built import SECONDS, module
@@ -144,6 +146,12 @@ def test_program(program: tuple[Any, ...]) -> None:
 def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int, rounds: int) -> None:
     args = (module(), 4000, "gpu_faults.masked_in_the_middle", rounds, 0.1)
     run_group(programs.with_late_blocks, num_ranks, args=args, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("program", ["outlived", "dropped"])
+def test_a_gpu_that_hangs(program: str) -> None:
+    """Copies of the exchange's state, and its end, have deadlines."""
+    run(f"gpu_hangs.{program}", 1, partial(emulated.hangs, module()))
 
 
 def test_a_delay_counts_from_the_send_by_any_clock() -> None:

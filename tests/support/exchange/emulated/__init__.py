@@ -104,8 +104,9 @@ class OneStream:
     cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.synchronize = self.wait_stream = self.wait_event = self.record_event = lambda *_: None
+        self.synchronize = self.wait_stream = self.wait_event = lambda *_: None
         self.record = self.wait = self.synchronize
+        self.record_event = lambda: self
 
     def query(self) -> bool:
         return True
@@ -143,6 +144,11 @@ def late_blocks(path: Path, microseconds: int) -> None:
 def clock_ahead(path: Path, ns: int) -> None:
     """From now on the clock of this process's GPU is so far ahead."""
     ctypes.CDLL(str(path)).emulated_clock_ahead(ctypes.c_uint64(ns))
+
+
+def hangs(path: Path, *, now: bool) -> None:
+    """From now on the GPU of this process ends no more work, or all of it."""
+    ctypes.CDLL(str(path)).emulated_hangs(int(now))
 
 
 def multiprocessors(path: Path, count: int) -> None:

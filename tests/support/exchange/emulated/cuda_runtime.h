@@ -148,7 +148,7 @@ inline unsigned long long atomicCAS(unsigned long long* word, unsigned long long
 
 // -- runtime ----------------------------------------------------------------------------------------
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorMemoryAllocation };
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorMemoryAllocation, cudaErrorNotReady };
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
@@ -194,8 +194,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream);
+cudaError_t cudaDeviceSynchronize();
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -15,6 +16,16 @@ cudaError_t cudaMalloc(void** to, size_t bytes) {
   return *to == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** to, size_t bytes, unsigned) { return cudaMalloc(to, bytes); }
+static std::atomic<bool> hangs{false};
+extern "C" __attribute__((visibility("default"))) void emulated_hangs(int now) {
+  hangs = now != 0;
+  hangs.notify_all();
+}
+cudaError_t cudaStreamQuery(cudaStream_t) { return hangs ? cudaErrorNotReady : cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  hangs.wait(true);
+  return cudaSuccess;
+}
 cudaError_t cudaFree(void* what) {
   std::free(what);
   return cudaSuccess;
@@ -61,7 +72,7 @@ uint64_t whole_pages(uint64_t bytes) {
 
 }  // namespace
 
-std::unique_ptr<Region> Region::create(int, uint64_t bytes) {
+std::unique_ptr<Region> Region::create(int, uint64_t bytes, double) {
   std::unique_ptr<Region> region(new Region);
   bytes = whole_pages(bytes);
   const int fd = memfd_create("region", MFD_CLOEXEC);

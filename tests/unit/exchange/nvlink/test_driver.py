@@ -47,6 +47,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("create", DESCRIPTORS, "GPU 3 has no memory that can be passed on"),
         ("create", "no cuMemCreate", "the driver has no cuMemCreate"),
         ("create", "cudaSetDevice", "GPU 3: invalid device ordinal"),
+        (
+            "create",
+            "cudaMemsetAsync ends",
+            "zeroing memory that peers write has not ended on the GPU in 0.05 s",
+        ),
     ],
 )
 def test_what_is_missing_is_said_and_nothing_is_left(
