@@ -170,8 +170,13 @@ class Balancer:
                 await orders.give(DropChange(change), DROP_SECONDS, "dropping a placement")
             raise
         self._placement = plan.placement
-        done = await orders.give(SwitchChange(change), SWITCH_SECONDS, what)
         self._observer.on_experts_moved(len(plan.moves))
+        try:
+            done = await orders.give(SwitchChange(change), SWITCH_SECONDS, what)
+        except EpServerError as error:
+            moved = "balance: loaded %d experts, but not all ranks have reported that they use them: %s"
+            log.warning(moved, len(plan.moves), error)
+            return
         log.info(
             "balance: maximum / mean rows of ranks %.3f before; loaded %d experts in %.2f s, paused %.1f ms",
             measured,

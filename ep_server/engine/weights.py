@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ep_server.engine.rank_orders import RankOrders
-from ep_server.errors import EpServerError, Unavailable, WrongState
+from ep_server.errors import DeadlineExceeded, EpServerError, Unavailable, WrongState
 from ep_server.orders import DropChange, PrepareWeights, SwitchChange
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,8 @@ class Weights:
 
         check: see Engine.update_weights().
         Raises: what `check` raises; WrongState while another update runs; Unavailable if a rank refuses or is
-            lost; DeadlineExceeded. The weights stay then, unless a rank was lost in the middle of the switch.
+            lost; DeadlineExceeded. The weights stay then, unless the error says that the new ones are in
+            force.
         """
         if self._running is not None and not self._running.done():
             raise WrongState(f"an update to {self._path} is running")
@@ -88,6 +89,10 @@ class Weights:
         try:
             self._adopt(path, version, files)
             switched = await self._orders.give(SwitchChange(change), SWITCH_SECONDS, f"switching to {path}")
+        except (DeadlineExceeded, Unavailable) as error:
+            stands = f"{error}; weights {version} are in force, and ranks that have not switched do so later"
+            log.warning("%s", stands)
+            raise type(error)(stands) from error
         finally:
             self.switching = False
         done = WeightsUpdated(

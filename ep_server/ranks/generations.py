@@ -294,7 +294,8 @@ class Generations:
         Args:
             joins: their processes are ready; those that are not wanted any more stay out. leaves: others.
         Returns: the longest pause of a rank.
-        Raises: Unavailable if a rank refuses or is lost, or for too few slots; the ranks stay then.
+        Raises: Unavailable if a rank refuses or is lost, or for too few slots. The ranks stay then, unless
+            the error says that the change stands.
         """
         async with self._changing:
             await self._until_over()
@@ -330,7 +331,7 @@ class Generations:
     async def _switch(
         self, change: int, before: frozenset[int], target: frozenset[int], placement: Placement
     ) -> float:
-        """From here on the change stands: after a loss the ranks of `target` are regrouped."""
+        """From here on the change stands: after a loss the ranks of `target` are regrouped. See change()."""
         began = time.monotonic()
         self.generation, self.live, self.placement = self.generation + 1, target, placement
         self.arrivals.loading -= target
@@ -344,24 +345,32 @@ class Generations:
         leaving = [process for rank, process in self._board.processes.items() if rank in before - target]
         with self.orders.answers(before, SwitchChange(change), self._board.work_number) as answers:
 
-            def switched() -> bool:
-                done = {*answers, *self._regrouped, *(one.rank for one in leaving if one.ended.is_set())}
-                return done >= before | target or bool(self._board.signs) or not self.over
+            def silent() -> frozenset[int]:
+                ended = (one.rank for one in leaving if one.ended.is_set())
+                return (before | target).difference(answers, self._regrouped, ended)
 
             seconds = max(SWITCH_SECONDS, self._timing.answer)  # a rank that hangs is found sooner
-            try:
-                await self._board.until(switched, seconds, "they switch")
-            except StartupError as error:
-                log.error("%s: those that leave are ended", error)
+            with suppress(StartupError):
+                await self._board.until(
+                    lambda: not silent() or bool(self._board.signs) or not self.over, seconds, "they switch"
+                )
+            late = silent()
+        within, leave = time.monotonic() - began, before - target
+        stands = f"the change stands: ranks {sorted(target)} are to serve"
         if self._board.signs or not self.over:
-            raise Unavailable("a rank was lost while the ranks switched")
-        pause = max((done.seconds for done in answers.values()), default=0.0)
-        text = "generation %d: ranks %s serve; they paused %.1f ms, switched within %.1f ms"
-        within = time.monotonic() - began
-        log.info(text, self.generation, sorted(target), pause * 1000, within * 1000)
-        for rank in before - target:
+            raise Unavailable(f"a rank was lost while the ranks switched; {stands}")
+        for rank in leave:
             self._listener.on_left(rank)
-        await self._leave(before - target)
+        await self._leave(leave)
+        if late & target:
+            raise Unavailable(f"ranks {sorted(late & target)} did not switch within {seconds:g} s; {stands}")
+        pause = max((done.seconds for done in answers.values()), default=0.0)
+        text = "generation %d: ranks %s serve; they paused %.1f ms"
+        log.info(text, self.generation, sorted(target), pause * 1000)
+        if late:
+            log.error("ranks %s did not leave within %g s and were ended", sorted(late), seconds)
+        else:
+            log.info("generation %d: all ranks switched within %.1f ms", self.generation, within * 1000)
         return pause
 
     async def _leave(self, ranks: Collection[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ep_server.errors import StartupError, Unavailable
+from ep_server.orders import OrderDone
 from ep_server.records import LossCause
 from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
@@ -43,9 +44,16 @@ async def test_a_rank_that_dies_as_it_leaves_is_not_waited_for(monkeypatch: pyte
     assert left == [3] and 3 not in board.processes
 
 
-async def test_a_rank_that_hangs_as_it_leaves_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for it any more. The requests that it had continue at the others."""
+@pytest.mark.parametrize("late", [(3,), (1, 3)])
+async def test_a_rank_that_hangs_as_it_leaves_is_ended(
+    late: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing waits for it any more. The requests that it had continue at the others.
+
+    Where one that stays has not switched either, no pause is reported.
+    """
     board, _, made = four_ranks(answer=0.1)
+    caplog.set_level("INFO", "ep_server.ranks.generations")
     left: list[int] = []
     made._listener.on_left = left.append  # type: ignore[method-assign]
 
@@ -55,7 +63,23 @@ async def test_a_rank_that_hangs_as_it_leaves_is_ended(monkeypatch: pytest.Monke
     monkeypatch.setattr(made.orders, "give", give)
     monkeypatch.setattr("ep_server.ranks.generations.SWITCH_SECONDS", 0.1)
     made._timing = replace(made._timing, grace=0.1)
-    await asyncio.wait_for(made.change(leaves=[3]), 30)
+    changing = asyncio.ensure_future(made.change(leaves=[3]))
+    await until(lambda: made.orders._answers)
+    order = next(iter(made.orders._answers))
+    for rank in {0, 1, 2} - set(late):
+        made.orders.on_done(rank, OrderDone(order, seconds=0.004))
+    if late == (3,):
+        assert await asyncio.wait_for(changing, 30) == 0.004
+        assert "ranks [0, 1, 2] serve; they paused 4.0 ms" in caplog.text
+        assert "ranks [3] did not leave within 0.1 s and were ended" in caplog.text
+    else:
+        stands = (
+            r"ranks \[1\] did not switch within 0\.1 s; the change stands: ranks \[0, 1, 2\] are to serve"
+        )
+        with pytest.raises(Unavailable, match=stands):
+            await asyncio.wait_for(changing, 30)
+        assert "paused" not in caplog.text
+    assert "switched within" not in caplog.text
     assert left == [3] and made.live == {0, 1, 2} == set(board.processes)
 
 
