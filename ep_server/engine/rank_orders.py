@@ -80,7 +80,9 @@ class RankOrders:
                 await self.changing.acquire()
         except TimeoutError:
             self._begun.discard(name)
-            raise Unavailable(f"the ranks still prepare another change after {seconds:g} s") from None
+            raise Unavailable(
+                f"the ranks still prepare another change after {seconds:g} s: nothing has changed, try again"
+            ) from None
         except BaseException:
             self._begun.discard(name)
             raise

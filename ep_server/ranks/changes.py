@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ep_server.errors import InternalError, WrongState
@@ -19,6 +19,8 @@ from ep_server.ranks.background import yield_cores
 from ep_server.ranks.messages import one_line
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.05  # between two looks at a dropped change
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,12 @@ class Prepared:
 class Change(Protocol):
     """Something of one rank that changes while it serves.
 
+    what: it, in words, for errors.
     outlives_loss: what is offered is applied although a rank was lost before the vote switched.
     needs_idle: apply() must wait for the steps in flight. Else these keep what they were launched with.
     """
 
+    what: str
     outlives_loss: bool
     needs_idle: bool
 
@@ -56,18 +60,30 @@ class Change(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Making:
-    """A change in the making. order: to be answered, 0 once it is. result: once its thread has ended."""
+    """A change in the making. order: to be answered, 0 once it is. result: once it is prepared or refused.
+
+    before: threads of dropped changes, which may hold what this one needs, such as memory. It waits for them.
+    """
 
     number: int
     order: int
     change: Change
+    before: list[threading.Thread]
     result: Prepared | Exception | None = None
     dropped: bool = False
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.run, name=f"change-{self.number}", daemon=True)
+        self.thread.start()
 
     def run(self) -> None:
         yield_cores()
         try:
-            self.result = self.change.prepare()
+            for thread in self.before:
+                while thread.is_alive() and not self.dropped:
+                    thread.join(LOOK_SECONDS)
+            self.result = Prepared() if self.dropped else self.change.prepare()
         except Exception as error:
             self.result = error
 
@@ -78,6 +94,7 @@ class Changes:
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self._clock = clock
         self._making: _Making | None = None
+        self._dropped: list[threading.Thread] = []  # of dropped changes that were still prepared
         self._switch: int | None = None  # the order to switch
 
     @property
@@ -96,15 +113,23 @@ class Changes:
         return self._making is not None and self._making.change.needs_idle
 
     def prepare(self, number: int, order: int, change: Change) -> None:
-        """Begins to prepare a change. order: its number; finished() answers it.
+        """Begins to prepare a change, once what prepares a dropped one has ended.
 
+        order: its number; finished() answers it. That of a dropped one is not answered any more.
         Raises: WrongState while another one is in the making.
         """
-        if self._making is not None:
-            state = "was dropped but is not at its end" if self._making.dropped else "is in the making"
-            raise WrongState(f"change {self._making.number} {state}: try again in a moment")
-        made = self._making = _Making(number, order, change)
-        threading.Thread(target=made.run, name=f"change-{number}", daemon=True).start()
+        made = self._making
+        if made is not None and not made.dropped:
+            done = "has prepared" if made.result is not None else "prepares"
+            raise WrongState(
+                f"it {done} {made.change.what} (change {made.number}), and switches or drops that first: "
+                "nothing has changed, try again after that"
+            )
+        self._dropped = [thread for thread in self._dropped if thread.is_alive()]
+        if made is not None and made.thread.is_alive():
+            log.info("change %d begins once dropped change %d is not prepared any more", number, made.number)
+            self._dropped.append(made.thread)
+        self._making = _Making(number, order, change, self._dropped)
 
     def finished(self) -> OrderDone | None:
         """The answer to prepare(), once. A change that failed or was dropped is gone then."""

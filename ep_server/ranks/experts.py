@@ -201,6 +201,7 @@ class _NewPlacement:
         enter: Callable[[], None] | None,
     ) -> None:
         self._experts, self._target, self._live, self._enter = experts, target, live, enter
+        self.what = "another placement of experts" if enter is None else f"for ranks {sorted(live)} to serve"
         self.outlives_loss = enter is None  # else the regroup after the loss says who is live
         self.needs_idle = enter is not None  # routes alone change behind the steps in flight
 

@@ -81,6 +81,7 @@ class _NewWeights:
 
     def __init__(self, place: WeightsInPlace, path: str, version: int, files: str) -> None:
         self._place, self._path, self._version = place, path, version
+        self.what = f"new weights from {path}"
         device = place.model.compute.device
         self._copies = copies_for(device) if place.shadow is None else place.shadow.copies
         self._params = place.params_of(path, version, files)

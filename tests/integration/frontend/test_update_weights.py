@@ -172,13 +172,13 @@ async def test_requests_after_an_update_see_new_weights(other: Path) -> None:
 
 
 async def retried(client: RawClient, path: Path) -> Any:
-    """An update, as soon as no rank joins, or still reads the weights of a dropped one."""
+    """An update, as soon as no rank joins."""
     async with asyncio.timeout(120):
         while True:
             try:
                 return await update(client, path)
             except grpc.RpcError as error:
-                if "try again in a moment" not in str(error.details()):
+                if "try again after that" not in str(error.details()):
                     raise
             await asyncio.sleep(0.05)
 
