@@ -136,8 +136,7 @@ class Request:
 class ScoredRows:
     """Rows of a slice whose logits give the log probability of the prompt token after each.
 
-    start: position of the first row. targets: the tokens at start + 1, start + 2 and so on.
-    top: alternatives to report for each.
+    start: position of the first row. targets: the tokens from start + 1 on. top: alternatives of each.
     """
 
     start: int
@@ -354,6 +353,7 @@ class RankLoad:
     prefix_host_hits: int = 0  # those of prefix_hits that were in host memory only
     host_blocks_total: int = 0  # slots for KV blocks in host memory
     host_blocks_used: int = 0
+    kv_blocks_held: int = 0  # those of kv_blocks_used that only other servers need
 
 
 @dataclass(frozen=True, slots=True)

@@ -410,9 +410,23 @@ def scheduler() -> Iterator[Panel]:
         "none",
         *(
             Query(f"sum(epserver_kv_blocks{suffix}{{{RANK}}})", name)
-            for suffix, name in (("", "all"), ("_used", "held"), ("_cached", "kept for their prefix"))
+            for suffix, name in (
+                ("", "all"),
+                ("_used", "used or held"),
+                ("_held", "held for other servers"),
+                ("_cached", "kept for their prefix"),
+            )
         ),
     )
+    holds = "epserver_kv_handoff_holds_total"
+    yield lines(
+        "Holds for other servers that ended",
+        "ops",
+        Query(rate(holds, RANK, "end"), "{{end}}"),
+        about="expired: none came within handoff.hold_seconds. given_up: a sequence needed the room.",
+    )
+    held = rate("epserver_kv_handoff_hold_seconds_total", RANK)
+    yield lines("Hold for other servers, mean", "s", Query(f"{held} / {rate(holds, RANK)}", "held"))
     hits, asked = (rate(f"epserver_prefix_cache_{name}_total", RANK) for name in ("hits", "queries"))
     from_host = rate("epserver_prefix_cache_host_hits_total", RANK)
     yield lines(

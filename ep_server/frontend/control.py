@@ -303,6 +303,7 @@ def _load(rank: int, load: RankLoad) -> Any:
         prefix_hits=load.prefix_hits,
         preemptions=load.preemptions,
         prefix_host_hits=load.prefix_host_hits,
+        kv_blocks_held=load.kv_blocks_held,
     )
 
 

@@ -37,9 +37,10 @@ MAX_EXPERT_SERIES = 512  # with more experts, one series per rank counts all of 
 
 # RankLoad field -> (family without prefix, help); the gauges of one rank.
 LOAD_GAUGES: Mapping[str, tuple[str, str]] = {
-    "kv_blocks_used": ("kv_blocks_used", "KV blocks held by sequences."),
+    "kv_blocks_used": ("kv_blocks_used", "KV blocks that sequences use, or that are held for other servers."),
     "kv_blocks_total": ("kv_blocks", "KV blocks of this rank."),
     "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept only for their prefix, and free when needed."),
+    "kv_blocks_held": ("kv_blocks_held", "KV blocks held for other servers alone; given up when needed."),
     "host_blocks_total": ("kv_host_blocks", "KV blocks that the host tier of this rank has room for."),
     "host_blocks_used": ("kv_host_blocks_used", "KV blocks in the host tier."),
 }
@@ -50,6 +51,7 @@ LOAD_COUNTERS: Mapping[str, tuple[str, str]] = {
     "preemptions": ("preemptions", "Sequences put back into the queue because KV blocks ran out."),
 }
 OF_HOST_TIER = {"host_blocks_total", "host_blocks_used", "prefix_host_hits"}  # not of a rank without one
+HOLD_TIME = "handoff_hold_ns"  # of ranks that other servers may fetch from
 # RankStatistics.counters name -> the same.
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "run_steps": ("steps", "Steps that this rank took part in."),
@@ -66,6 +68,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "Tokens that were not run again after the loss of a rank: their KV came from its memory.",
     ),
     "handoff_ns": ("kv_handoff_seconds", "Time that KV blocks took to arrive from other servers."),
+    HOLD_TIME: ("kv_handoff_hold_seconds", "Time that KV blocks were held, of holds that have ended."),
     "moe_layers": ("moe_layers", "MoE layers whose time was measured."),
     "moe_layer_ns": ("moe_layer_seconds", "Time of these layers, from router to residual, as ranks saw it."),
     "parks": ("parks", "Times the group went to sleep because nobody had work."),
@@ -78,6 +81,11 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 LABELLED: Mapping[str, tuple[str, str, str]] = {
     "bytes": ("comm_bytes", "Bytes sent to other ranks.", "op"),
     "handoffs": ("kv_handoffs", "Hand-offs of KV blocks to and from other servers that ended.", "result"),
+    "handoff_holds": (
+        "kv_handoff_holds",
+        "Requests whose KV blocks were held for another server, by how that ended.",
+        "end",
+    ),
     "handoff_fetches": ("kv_handoff_fetches", "Fetches of KV from other servers that began.", "path"),
     "handoff_bytes": ("kv_handoff_bytes", "Bytes of KV that moved between servers.", "direction"),
 }
@@ -95,7 +103,11 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 
 def _with(field: str, ranks: Iterable[RankStatistics]) -> Iterator[RankStatistics]:
     """The ranks that a field of RankLoad says something about."""
-    return (rank for rank in ranks if field not in OF_HOST_TIER or rank.load.host_blocks_total)
+    if field in OF_HOST_TIER:
+        return (rank for rank in ranks if rank.load.host_blocks_total)
+    if field == "kv_blocks_held":
+        return (rank for rank in ranks if HOLD_TIME in rank.counters)
+    return iter(ranks)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -199,7 +211,7 @@ class RankCollector(Collector):
     def _usage(self, ranks: Iterable[RankStatistics]) -> Metric:
         usage = GaugeMetricFamily(
             f"{self._prefix}kv_cache_usage_ratio",
-            "Share of a rank's KV blocks that sequences hold.",
+            "Share of a rank's KV blocks that sequences use; without kv_blocks_held.",
             labels=["rank"],
         )
         for rank in ranks:
@@ -362,4 +374,5 @@ def _edge(exponent: int) -> str:
 
 
 def _usage(load: RankLoad) -> float:
-    return load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
+    used = load.kv_blocks_used - load.kv_blocks_held
+    return used / load.kv_blocks_total if load.kv_blocks_total else 0.0

@@ -7,12 +7,29 @@ sequence needs them. Units: tokens, blocks.
 
 from __future__ import annotations
 
+from collections import Counter
+from enum import StrEnum
 from typing import NamedTuple
 
 from ep_server.errors import InternalError
 from ep_server.records import KvSource
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.sequence import ScheduledSequence, StepsInFlight
+
+
+class HoldEnd(StrEnum):
+    """Why blocks are not held any more.
+
+    fetched: by a decode server. unneeded: it says that it does not need them. expired: nobody came in time.
+    released: by a caller. given_up: a sequence needed the room. flushed: nothing computed so far may be used.
+    """
+
+    FETCHED = "fetched"
+    UNNEEDED = "unneeded"
+    EXPIRED = "expired"
+    RELEASED = "released"
+    GIVEN_UP = "given_up"
+    FLUSHED = "flushed"
 
 
 class KvFetch(NamedTuple):
@@ -45,7 +62,7 @@ class KvExport(NamedTuple):
 
 
 class Handoffs:
-    """Of one rank. in_flight: its steps."""
+    """Of one rank. in_flight: its steps. ends: holds that have ended, by why."""
 
     def __init__(self, ledger: BlockLedger) -> None:
         self._ledger = ledger
@@ -56,11 +73,12 @@ class Handoffs:
         self._dropped: list[int] = []
         self._arrived: dict[int, int] = {}  # ticket -> tokens
         self._tickets = 0
+        self.ends: Counter[HoldEnd] = Counter()
 
     @property
     def held(self) -> int:
-        """Blocks that are held."""
-        return sum(len(export.blocks) for export in self._held.values())
+        """Blocks that are held, and that no sequence uses."""
+        return self._ledger.only_in(self.tables())
 
     def tables(self) -> list[tuple[int, ...]]:
         """Of the sequences that are held."""
@@ -90,12 +108,13 @@ class Handoffs:
         self._ledger.release(rest)
         return True
 
-    def end(self, number: int) -> int:
+    def end(self, number: int, why: HoldEnd) -> int:
         """Nobody fetches these blocks any more. Returns: how many were held; 0 if it is unknown."""
         self._open.pop(number, None)
         export = self._held.pop(number, None)
         if export is None:
             return 0
+        self.ends[why] += 1
         self._ledger.release(list(export.blocks))
         return len(export.blocks)
 
@@ -103,16 +122,16 @@ class Handoffs:
         """As end(), by key."""
         found = [seq.number for seq in self._open.values() if seq.request.hold == key]
         found += [export.number for export in self._held.values() if export.key == key]
-        return sum(map(self.end, found))
+        return sum(self.end(number, HoldEnd.RELEASED) for number in found)
 
-    def give_up(self) -> bool:
+    def give_up(self, why: HoldEnd = HoldEnd.GIVEN_UP) -> bool:
         """Frees the blocks held longest: a sequence needs them. Returns: False if there are none."""
-        return bool(self._held) and self.end(next(iter(self._held))) > 0
+        return bool(self._held) and self.end(next(iter(self._held)), why) > 0
 
     def clear(self) -> None:
         """No block computed so far may be used by others any more."""
         self._open.clear()
-        while self.give_up():
+        while self.give_up(HoldEnd.FLUSHED):
             pass
 
     def fetch(self, seq: ScheduledSequence, first: int) -> int:

@@ -7,7 +7,7 @@ evicted first), or used (one or more tables reference it). Units: blocks; `block
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -76,6 +76,11 @@ class BlockLedger:
     def cached(self) -> int:
         """Unreferenced blocks kept for their prefix."""
         return len(self._cached)
+
+    def only_in(self, tables: Iterable[Sequence[int]]) -> int:
+        """Blocks that no other table references."""
+        counted = Counter(block for table in tables for block in table)
+        return sum(self._references[block] == count for block, count in counted.items())
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

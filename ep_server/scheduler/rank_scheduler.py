@@ -45,8 +45,7 @@ class RankScheduler:
     to the time of a step. A sequence is admitted when its whole prompt fits, plus one block for each running
     sequence. When decoding runs out of blocks, the most junior gives its blocks back and is computed again
     later; it keeps its tokens, and none is emitted twice. Of the sequences of one request the first prefills
-    the prompt, and the others share its blocks. A prompt also waits while the step computes the next block of
-    its own prefix for another one.
+    the prompt; the others share its blocks. A prompt waits while a step computes its next block for another.
     """
 
     def __init__(self, limits: SchedulerLimits, weights: int = 0) -> None:
@@ -103,6 +102,7 @@ class RankScheduler:
             kv_blocks_used=self._ledger.used,
             kv_blocks_total=self._ledger.num_blocks,
             kv_blocks_cached=self._ledger.cached,
+            kv_blocks_held=self.handoffs.held,
             steps=self._steps,
             prefix_queries=self._tables.queries,
             prefix_hits=self._tables.hits,

@@ -156,7 +156,7 @@ class GetLoadsResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., in_flight: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
 
 class RankLoad(_message.Message):
-    __slots__ = ("rank", "running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "steps", "prefix_queries", "prefix_hits", "preemptions", "prefix_host_hits")
+    __slots__ = ("rank", "running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "steps", "prefix_queries", "prefix_hits", "preemptions", "prefix_host_hits", "kv_blocks_held")
     RANK_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class RankLoad(_message.Message):
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HOST_HITS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
     rank: int
     running: int
     waiting: int
@@ -179,7 +180,8 @@ class RankLoad(_message.Message):
     prefix_hits: int
     preemptions: int
     prefix_host_hits: int
-    def __init__(self, rank: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_host_hits: _Optional[int] = ...) -> None: ...
+    kv_blocks_held: int
+    def __init__(self, rank: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_host_hits: _Optional[int] = ..., kv_blocks_held: _Optional[int] = ...) -> None: ...
 
 class GetEpStateRequest(_message.Message):
     __slots__ = ()

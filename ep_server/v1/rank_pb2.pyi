@@ -585,7 +585,7 @@ class RequestFailed(_message.Message):
     def __init__(self, number: _Optional[int] = ..., message: _Optional[str] = ..., by_grammar: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "steps", "prefix_queries", "prefix_hits", "preemptions", "prefix_host_hits", "host_blocks_total", "host_blocks_used")
+    __slots__ = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "steps", "prefix_queries", "prefix_hits", "preemptions", "prefix_host_hits", "host_blocks_total", "host_blocks_used", "kv_blocks_held")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -598,6 +598,7 @@ class Load(_message.Message):
     PREFIX_HOST_HITS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_blocks_used: int
@@ -610,7 +611,8 @@ class Load(_message.Message):
     prefix_host_hits: int
     host_blocks_total: int
     host_blocks_used: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_host_hits: _Optional[int] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ...) -> None: ...
+    kv_blocks_held: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_host_hits: _Optional[int] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., kv_blocks_held: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("rank", "load", "histograms", "sums", "counters", "peer_waits", "expert_tokens", "last_steps")

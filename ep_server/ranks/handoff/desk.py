@@ -69,8 +69,8 @@ class HandoffDesk:
         if self._exporter is None:
             return False
         over = self._exporter.finished()
-        for number in over:
-            self._handoffs.end(number)
+        for number, why in over:
+            self._handoffs.end(number, why)
         self._exporter.show(self._handoffs.exports())  # an order may have freed others
         return bool(over)
 
@@ -99,7 +99,8 @@ class HandoffDesk:
     def counters(self) -> dict[str, int]:
         """Cumulative, under the names of RankStatistics.counters."""
         ends = [end for end in (self._exporter, self._importer) if end is not None]
-        return {name: value for end in ends for name, value in end.counters().items()}
+        found = {name: value for end in ends for name, value in end.counters().items()}
+        return found | {f"handoff_holds/{why}": count for why, count in self._handoffs.ends.items()}
 
 
 def _lanes(server: Config, rank: int) -> Lanes | None:

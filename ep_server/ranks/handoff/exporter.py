@@ -39,7 +39,7 @@ from ep_server.ranks.handoff.wire import (
     answer,
     refusal,
 )
-from ep_server.scheduler.handoffs import KvExport
+from ep_server.scheduler.handoffs import HoldEnd, KvExport
 
 log = logging.getLogger(__name__)
 
@@ -47,22 +47,27 @@ UNKNOWN_SECONDS = 2.0  # a key may arrive before its request has reached this ra
 LAYER_SECONDS = 0.002  # how often a step is asked which layers it has written
 AGAIN_SECONDS = 0.5  # after a connection that could not be taken
 REMEMBERED = 1024  # keys that ended: refused at once
-FETCHED = "the blocks were fetched already"
+REASONS: dict[HoldEnd | None, str] = {  # as a fetcher is told
+    HoldEnd.FETCHED: "the blocks were fetched already",
+    HoldEnd.UNNEEDED: "a decode server said that it does not need the blocks",
+    HoldEnd.EXPIRED: "the blocks expired",
+}
+GONE = "the blocks were given up or released, or the request was cancelled"
 MAX_READERS = 64
 
 
 @dataclass(slots=True, eq=False)
 class _Shown:
-    """One export. gone: why it may not be read any more. until: when it expires; None while it runs.
+    """One export. gone: why it may not be read any more. since: when it was held; None while it runs.
 
-    step: the one that writes its last planned rows.
+    step: the one that writes its last planned rows. over: why nobody fetches it any more.
     """
 
     export: KvExport
     step: int
-    until: float | None = None
+    since: float | None = None
     gone: str = ""
-    fetched: bool = False
+    over: HoldEnd | None = None
     reading: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -87,10 +92,10 @@ class KvExporter:
         self._stall = config.stall_seconds  # also for a fetcher to take what it got
         self._steps = Steps(rows, self._stall)
         self._shown: dict[bytes, _Shown] = {}
-        self._ended: OrderedDict[bytes, str] = OrderedDict()  # key -> why
+        self._ended: OrderedDict[bytes, HoldEnd | None] = OrderedDict()  # by key; None: see GONE
         self._changed = threading.Condition()
         self._readers = threading.Semaphore(MAX_READERS)
-        self._sent = self._handoffs = 0
+        self._sent = self._handoffs = self._hold_ns = 0
         self._closed = False
         self._place, shown = (config.host, port), f"[{config.host}]" if ":" in config.host else config.host
         tcp = self._listen(quiet=beside and port > 0)
@@ -112,33 +117,33 @@ class KvExporter:
             return
         with self._changed:
             for key in self._shown.keys() - listed.keys():
-                self._end(key, "the blocks were given up or the request was cancelled")
+                self._end(key, None)
             for key, export in listed.items():
                 if key not in self._shown:
-                    freed = self._ended.get(key) == FETCHED
-                    self._shown[key] = _Shown(export, self._steps.planned, fetched=freed)
+                    over = self._ended.get(key)  # freed before its request arrived here
+                    self._shown[key] = _Shown(export, self._steps.planned, over=over)
                 shown = self._shown[key]
                 if shown.export != export:
                     with shown.reading:
                         if export.planned > shown.export.planned:
                             shown.step = self._steps.planned
                         shown.export = export
-                if export.held and shown.until is None:
-                    shown.until = now + self._hold_seconds
+                if export.held and shown.since is None:
+                    shown.since = now
             self._changed.notify_all()
 
-    def finished(self) -> list[int]:
-        """Numbers of requests whose blocks nobody fetches any more: fetched, or held for too long."""
-        now = time.monotonic()
+    def finished(self) -> list[tuple[int, HoldEnd]]:
+        """(number, why) of requests whose blocks nobody fetches any more."""
+        oldest, found = time.monotonic() - self._hold_seconds, list[tuple[int, HoldEnd]]()
         with self._changed:
-            over = [
-                shown.export.number
-                for shown in self._shown.values()
-                if shown.fetched or (shown.until is not None and now > shown.until)
-            ]
-            for key in [key for key, shown in self._shown.items() if shown.export.number in over]:
-                self._end(key, FETCHED if self._shown[key].fetched else "the blocks expired")
-        return over
+            for key, shown in list(self._shown.items()):
+                why = shown.over
+                if why is None and shown.since is not None and shown.since < oldest:
+                    why = HoldEnd.EXPIRED
+                if why is not None:
+                    found.append((shown.export.number, why))
+                    self._end(key, why)
+        return found
 
     def rest(self) -> None:
         """No step runs until the next one is planned."""
@@ -151,7 +156,11 @@ class KvExporter:
 
     def counters(self) -> dict[str, int]:
         """Cumulative, under the names of RankStatistics.counters."""
-        return {"handoffs/sent": self._handoffs, "handoff_bytes/sent": self._sent}
+        return {
+            "handoffs/sent": self._handoffs,
+            "handoff_bytes/sent": self._sent,
+            "handoff_hold_ns": self._hold_ns,
+        }
 
     def close(self) -> None:
         """Ends listening. Threads end with the process."""
@@ -161,14 +170,16 @@ class KvExporter:
                 listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
             listener.close()
 
-    def _end(self, key: bytes, why: str) -> None:
+    def _end(self, key: bytes, why: HoldEnd | None) -> None:
         shown = self._shown.pop(key)
         with shown.reading:  # a read in progress ends first
-            shown.gone = why
+            shown.gone = REASONS.get(why, GONE)
+        if shown.since is not None:
+            self._hold_ns += int((time.monotonic() - shown.since) * 1e9)
         self._remember(key, why)
         self._changed.notify_all()
 
-    def _remember(self, key: bytes, why: str) -> None:
+    def _remember(self, key: bytes, why: HoldEnd | None) -> None:
         self._ended[key] = why
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
@@ -256,7 +267,8 @@ class KvExporter:
         if line.take(1) != DONE:
             raise HandoffError("the last answer is malformed")
         self._handoffs += 1
-        self._fetched(shown)
+        with self._changed:
+            shown.over = HoldEnd.FETCHED
 
     def _offer(self, hello: Hello, *, local: bool) -> Slots:
         """Raises: HandoffError."""
@@ -266,17 +278,13 @@ class KvExporter:
         own = hello.kind if local and hello.kind is not Kind.FABRIC else Kind.PRIVATE
         return self._rows.offer(own, count, SLOTS)
 
-    def _fetched(self, shown: _Shown) -> None:
-        with self._changed:
-            shown.fetched = True
-
     def _free(self, key: bytes) -> None:
         """Nobody fetches this; also if its request is still on its way to this rank."""
         with self._changed:
             if (shown := self._shown.get(key)) is not None:
-                shown.fetched = True
+                shown.over = shown.over or HoldEnd.UNNEEDED
             elif key not in self._ended:
-                self._remember(key, FETCHED)
+                self._remember(key, HoldEnd.UNNEEDED)
 
     def _find(self, line: Line, hello: Hello) -> _Shown:
         """Raises: HandoffError."""
@@ -290,15 +298,19 @@ class KvExporter:
                     break
                 late = time.monotonic() - began > UNKNOWN_SECONDS
                 if hello.key in self._ended or (late and self._steps.have_read(plans)):
-                    raise HandoffError(f"key unknown: {self._ended.get(hello.key, 'no such request')}")
+                    raise HandoffError(f"key unknown: {self._why(hello.key)}")
                 self._steps.check()
                 self._changed.wait(KEEPALIVE_SECONDS)
             if time.monotonic() - sent >= KEEPALIVE_SECONDS:
                 line.put(WAITING)
                 sent = time.monotonic()
-        if shown.fetched:
-            raise HandoffError(FETCHED)
+        if shown.over is not None:
+            raise HandoffError(REASONS[shown.over])
         return shown
+
+    def _why(self, key: bytes) -> str:
+        """A key is not shown. The reason for a fetcher."""
+        return REASONS.get(self._ended[key], GONE) if key in self._ended else "no such request"
 
     def _send(self, line: Line, hello: Hello, shown: _Shown, slots: Slots) -> None:
         moved, sent, unread = Moved(hello.first, hello.end, self._rows.parts), 0, 0

@@ -160,6 +160,8 @@ async def test_released_blocks_are_free_and_not_fetched(servers: Pair) -> None:
     ids, before = prompt(70), await used(prefill)
     handle = await held(prefill, ids)
     await parked(prefill.server)
+    ranks = (await prefill.client.loads()).ranks
+    assert sum(rank.kv_blocks_held for rank in ranks) == 19
     assert (await released(prefill, handle.key)).blocks == 19
     assert (await released(prefill, handle.key)).blocks == 0
     await nothing_held(prefill, before)
@@ -328,6 +330,8 @@ async def test_held_blocks_expire() -> None:
         async with asyncio.timeout(WAIT):
             while (await prefill.client.loads()).ranks[0].kv_blocks_used:
                 await asyncio.sleep(0.02)
+        await counted(prefill, "handoff_holds/expired", 1)
+        assert prefill.count("handoff_hold_ns") > 0.2e9
 
 
 async def test_held_blocks_make_room_for_requests() -> None:

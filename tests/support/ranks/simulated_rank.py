@@ -26,7 +26,7 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.scheduler import RankScheduler, SchedulerLimits
-from ep_server.scheduler.handoffs import KvExport, KvFetch
+from ep_server.scheduler.handoffs import HoldEnd, KvExport, KvFetch
 from ep_server.scheduler.kv_blocks import block_digests, private_root, root_digest
 from ep_server.scheduler.kv_events import block_hash
 from ep_server.scheduler.lost_blocks import LostBlock
@@ -307,7 +307,7 @@ class SimulatedRank:
         assert not self.scheduler.has_work
         for export in self.scheduler.handoffs.exports():
             assert export.held
-            self.scheduler.handoffs.end(export.number)
+            self.scheduler.handoffs.end(export.number, HoldEnd.FETCHED)
         load = self.scheduler.load()
         assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0)
 

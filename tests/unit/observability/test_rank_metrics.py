@@ -131,6 +131,23 @@ def test_counters_and_gauges_of_a_rank(collector: RankCollector, scrape: Scrape)
     assert value(found, "epserver_kv_cache_usage_ratio", rank="0") == 0.25
 
 
+def test_held_blocks_are_no_use_of_the_cache(collector: RankCollector, scrape: Scrape) -> None:
+    """They are given up when a sequence needs room. A rank that nobody may fetch from has no such series."""
+    load = RankLoad(kv_blocks_used=10, kv_blocks_total=40, kv_blocks_held=4)
+    counters = {"handoff_hold_ns": 3_000_000_000, "handoff_holds/expired": 2, "handoff_holds/fetched": 1}
+    collector.update(RankStatistics(0, load, counters=counters))
+    collector.update(report(1, 12))
+    found = scrape()
+    assert value(found, "epserver_kv_blocks_held", rank="0") == 4
+    assert value(found, "epserver_kv_blocks_used", rank="0") == 10
+    assert value(found, "epserver_kv_cache_usage_ratio", rank="0") == 6 / 40
+    assert value(found, "epserver_kv_handoff_hold_seconds_total", rank="0") == 3
+    assert value(found, "epserver_kv_handoff_holds_total", rank="0", end="expired") == 2
+    assert value(found, "epserver_kv_handoff_holds_total", rank="0", end="fetched") == 1
+    ranks = {dict(labels)["rank"] for name, labels in found if name == "epserver_kv_blocks_held"}
+    assert ranks == {"0"}
+
+
 def test_the_wait_matrix_leaves_out_the_diagonal(collector: RankCollector, scrape: Scrape) -> None:
     for rank in range(3):
         collector.update(report(rank, 10, ranks=3))

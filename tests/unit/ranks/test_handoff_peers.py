@@ -26,7 +26,7 @@ from ep_server.ranks.handoff.wire import (
     refusal,
 )
 from ep_server.records import KvSource
-from ep_server.scheduler.handoffs import KvExport, KvFetch
+from ep_server.scheduler.handoffs import HoldEnd, KvExport, KvFetch
 from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, exporter_of, fetched, lanes, rows_of
 
 
@@ -55,7 +55,7 @@ def test_expired_and_unknown_keys_are_refused() -> None:
     exporter = exporter_of(Cache(4, 5), hold=0.01)
     exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
     time.sleep(0.05)
-    assert exporter.finished() == [1]
+    assert exporter.finished() == [(1, HoldEnd.EXPIRED)]
     for key, why in ((KEY, "expired"), (b"?" * 16, "no such request")):
         line, _ = connect(exporter.address, "", 10)
         line.put(Hello(key, 0, 5, PARTS * WIDTH, Kind.PRIVATE).pack())

@@ -21,7 +21,7 @@ from ep_server.ranks.handoff.importer import KvImporter
 from ep_server.ranks.handoff.peers import Peers
 from ep_server.ranks.handoff.wire import WAITING, HandoffError, Hello, Line, connect, receive_answer, refusal
 from ep_server.records import KvSource
-from ep_server.scheduler.handoffs import Handoffs, KvExport, KvFetch
+from ep_server.scheduler.handoffs import Handoffs, HoldEnd, KvExport, KvFetch
 from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, exporter_of, fetched, rows_of
 
 OTHER = bytes(reversed(KEY))
@@ -212,7 +212,7 @@ def test_a_key_freed_before_its_request_is_held_for_nobody() -> None:
     line.put(Hello(KEY, 0, 0, ROW, Kind.PRIVATE).pack())
     assert receive_answer(line) is Kind.PRIVATE
     exporter.show([KvExport(1, KEY, 0, (), held=False), KvExport(2, OTHER, 0, (), held=False)])
-    assert exporter.finished() == [1]
+    assert exporter.finished() == [(1, HoldEnd.UNNEEDED)]
     line.close()
     exporter.close()
 

@@ -19,7 +19,7 @@ from ep_server.ranks.handoff.wire import (
 )
 from ep_server.records import KvSource, Request, SampledToken, Sampling, Stopping
 from ep_server.scheduler import RankScheduler, SchedulerLimits
-from ep_server.scheduler.handoffs import KvExport, KvFetch
+from ep_server.scheduler.handoffs import HoldEnd, KvExport, KvFetch
 from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, exporter_of, fetched, lanes, rows_of
 
 
@@ -38,8 +38,10 @@ def test_rows_land_where_they_belong(there: tuple[Cache, KvExporter], local: boo
     end = time.monotonic() + WAIT
     while not (finished := exporter.finished()):
         assert time.monotonic() < end
-    assert finished == [1]
-    assert exporter.counters() == {"handoffs/sent": 1, "handoff_bytes/sent": 21 * PARTS * WIDTH}
+    assert finished == [(1, HoldEnd.FETCHED)]
+    counters = exporter.counters()
+    assert counters.pop("handoff_hold_ns") > 0
+    assert counters == {"handoffs/sent": 1, "handoff_bytes/sent": 21 * PARTS * WIDTH}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_a_rank_that_runs_no_step_is_not_awaited() -> None:
     over = set[int]()
     end = time.monotonic() + WAIT
     while 1 not in over and time.monotonic() < end:  # the fetcher says that it does not come again
-        over |= set(exporter.finished())
+        over |= {number for number, _ in exporter.finished()}
         time.sleep(0.01)
     assert over == {1, 2}
     exporter.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from ep_server.records import KvSource, Request, SampledToken, Sampling, Stopping
 from ep_server.scheduler.batch import SchedulerLimits
-from ep_server.scheduler.handoffs import KvFetch
+from ep_server.scheduler.handoffs import HoldEnd, KvFetch
 from ep_server.scheduler.rank_scheduler import RankScheduler
 
 KEY = bytes(16)
@@ -46,7 +46,9 @@ def test_blocks_are_shown_as_they_are_computed_and_then_held() -> None:
     (held,) = of.handoffs.exports()
     assert (held.tokens, held.blocks, held.held) == (10, first.blocks, True)
     assert not of.has_work and of.load().kv_blocks_used == 3
-    assert of.handoffs.end(1) == 3 and of.handoffs.end(1) == 0
+    assert of.load().kv_blocks_held == 3
+    assert of.handoffs.end(1, HoldEnd.FETCHED) == 3 and of.handoffs.end(1, HoldEnd.FETCHED) == 0
+    assert of.handoffs.ends == {HoldEnd.FETCHED: 1} and of.load().kv_blocks_held == 0
     assert of.load().kv_blocks_used == 0 and not of.handoffs.exports()
     of.check_integrity()
 
@@ -64,6 +66,7 @@ def test_held_blocks_are_released_by_key() -> None:
     of.add(request(1, length=4, hold=KEY))
     step(of)
     assert of.handoffs.release(bytes(15) + b"x") == 0 and of.handoffs.release(KEY) == 1
+    assert of.handoffs.ends == {HoldEnd.RELEASED: 1}
     of.check_integrity()
 
 
@@ -75,6 +78,17 @@ def test_the_oldest_hold_makes_room() -> None:
     of.add(request(3, length=14))  # four blocks; two are left
     step(of)
     assert [export.number for export in of.handoffs.exports()] == [2]
+    assert of.handoffs.ends == {HoldEnd.GIVEN_UP: 1}
+
+
+def test_blocks_that_a_sequence_uses_too_are_not_held() -> None:
+    """They stay in use if the hold ends, so they are no room for others."""
+    of = scheduler()
+    of.add(request(1, hold=KEY))
+    step(of), step(of)
+    of.add(replace(request(1, new=4), number=2))
+    step(of)
+    assert of.load().kv_blocks_held == 1
 
 
 def test_a_flush_forgets_held_blocks() -> None:
@@ -82,6 +96,7 @@ def test_a_flush_forgets_held_blocks() -> None:
     of.add(request(1, hold=KEY))
     step(of), step(of)
     of.flush_cache()
+    assert of.handoffs.ends == {HoldEnd.FLUSHED: 1}
     assert not of.handoffs.exports() and of.load().kv_blocks_used == 0
     of.check_integrity()
 

@@ -13,6 +13,7 @@ from ep_server.records import KvSource, Request
 from ep_server.scheduler import SchedulerLimits
 from ep_server.scheduler.batch import AUTO_BUDGET
 from ep_server.scheduler.cache_reporter import CacheReporter
+from ep_server.scheduler.handoffs import HoldEnd
 from tests.support.ranks.cache_mirror import CacheMirror
 from tests.support.ranks.simulated_rank import SimulatedRank, make_request, stream_alone
 
@@ -139,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(number=st.integers(1, 20), right=st.integers(0, 20))
     def hand_off(self, number, right):
         """Another server has fetched what it needs. right: tokens that arrive of what this one fetches."""
-        self.rank.scheduler.handoffs.end(number)
+        self.rank.scheduler.handoffs.end(number, HoldEnd.FETCHED)
         self.rank.fetch_right = right
 
     @rule()
