@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 HANDLE_SECONDS = 5.0  # for a prefill server to admit a request
 RELEASE_SECONDS = 10.0
 ASK_SECONDS, AGAIN_SECONDS = 1.0, 0.2  # for its answer to a health check; between two of them
-COMMON = ("cache_salt", "priority", "deadline_ms")  # fields that a prefill has too
+COMMON = ("cache_salt", "bypass_prefix_cache", "priority", "deadline_ms")  # fields that a prefill has too
 
 
 class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):

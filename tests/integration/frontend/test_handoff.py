@@ -359,6 +359,22 @@ async def test_a_refused_request_holds_no_blocks() -> None:
         await nothing_held(prefill)
 
 
+async def test_a_prefill_bypasses_the_prefix_cache_too() -> None:
+    async with (
+        pair() as (prefill, decode),
+        AsyncClient(decode.server.address) as client,
+        PrefillDecode(prefill.server.address, client, handle_seconds=WAIT) as handing,
+    ):
+        for _ in range(2):
+            stream = await handing.generate(prompt(6), bypass_prefix_cache=True, timeout=WAIT, **GREEDY)
+            output = await stream.read()
+            assert output.finished is not None and output.finished.usage.cached_tokens == LENGTH - 1
+        await nothing_held(prefill)
+        for server in (prefill, decode):
+            (rank,) = (await server.client.loads()).ranks
+            assert (rank.kv_blocks_cached, rank.prefix_queries) == (0, 0)
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["closed", "silent"])
 async def test_without_the_prefill_server_the_prompt_is_computed(silent: bool) -> None:
     """Its address refuses connections, or takes them and says nothing."""
