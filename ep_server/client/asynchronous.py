@@ -25,14 +25,14 @@ class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStrea
 
     To cancel the request, close the stream, leave its `async with` block, or drop it: `break` out of a loop.
 
-    output: what has arrived so far, also when the stream ends with an error. refused: called when it ends so,
-    and no rank has got the request.
+    output: what has arrived so far, also when the stream ends with an error. unanswered: called once if it
+    ends, by an error or by its caller, before anything has arrived: perhaps no rank has got the request.
     """
 
     def __init__(self, start: Callable[[float | None], Any], attempts: Attempts) -> None:
         """start: begins a call with a timeout."""
         self.output = Output()
-        self.refused: Callable[[], None] = lambda: None
+        self.unanswered: Callable[[], None] = lambda: None
         self._start = start
         self._attempts = attempts
         self._closed = False
@@ -42,6 +42,7 @@ class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStrea
     def __del__(self) -> None:
         if self._call is not None:
             self._call.cancel()  # gRPC's own references would keep a dropped call alive
+            self._check_answered()
 
     async def __aexit__(self, *raised: object) -> None:
         await self.close()
@@ -70,6 +71,12 @@ class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStrea
         """Cancels the request unless it has ended. Idempotent."""
         self._closed = True
         self._call.cancel()
+        self._check_answered()
+
+    def _check_answered(self) -> None:
+        if self.output.info is None:
+            unanswered, self.unanswered = self.unanswered, lambda: None
+            unanswered()
 
     async def _event(self) -> Any:
         task = asyncio.current_task()
@@ -81,15 +88,16 @@ class AsyncStream(AsyncIterator[Tokens], AbstractAsyncContextManager["AsyncStrea
             except asyncio.CancelledError:
                 if self._closed and task.cancelling() == cancelled:
                     raise StopAsyncIteration from None  # close() ended the call, nobody cancelled the task
+                self._check_answered()
                 raise
             except grpc.RpcError as failure:
                 if task.cancelling() > cancelled:
+                    self._check_answered()
                     raise asyncio.CancelledError from failure  # gRPC loses it if the call ends just then
                 error = error_of(failure)
                 wait = self._attempts.wait(error) if self.output.info is None else None
                 if wait is None:
-                    if self.output.info is None:
-                        self.refused()
+                    self._check_answered()
                     raise error from failure
             else:
                 if event is aio.EOF:  # type: ignore[attr-defined, unused-ignore]

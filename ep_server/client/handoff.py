@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 HANDLE_SECONDS = 5.0  # for a prefill server to admit a request
 RELEASE_SECONDS = 10.0
 ASK_SECONDS, AGAIN_SECONDS = 1.0, 0.2  # for its answer to a health check; between two of them
+CLOSE_SECONDS = 1.0  # of close(), for releases that are under way
 COMMON = ("cache_salt", "bypass_prefix_cache", "priority", "deadline_ms")  # fields that a prefill has too
 
 
@@ -41,6 +42,7 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         self._prefill, self._decode = AsyncClient(prefill, retries=NO_RETRIES), decode
         self._handle_seconds = handle_seconds
         self._tasks: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[None] | None = None  # while the prefill server does not answer
 
     async def __aexit__(self, *raised: object) -> None:
@@ -48,6 +50,8 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
 
     async def close(self) -> None:
         """Ends prefills that still run, and the connection to their server."""
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=CLOSE_SECONDS)
         for task in (*self._tasks, *([] if self._asking is None else [self._asking])):
             task.cancel()
         await self._prefill.close()
@@ -60,7 +64,7 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         handle = await self._handle(prompt, common)
         stream = self._decode.generate(prompt, timeout=timeout, kv_handle=handle, **fields)
         if handle is not None:
-            stream.refused = lambda: self._begin(self._release(handle.key))
+            stream.unanswered = lambda: self._dropped(handle.key)
         return stream
 
     async def _handle(self, prompt: str | Sequence[int], fields: Any) -> decode_pb2.KvHandle | None:
@@ -68,11 +72,16 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         if self._asking is not None and not self._asking.done():
             return None
         stream = self._prefill.generate(prompt, max_new_tokens=1, temperature=0.0, hold_kv=True, **fields)
+        asked = asyncio.create_task(stream.kv_handle())
         try:
             async with asyncio.timeout(self._handle_seconds):
-                handle = await stream.kv_handle()
+                handle = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            self._begin_release(self._discard(stream, asked))
+            raise
         except (EpServerError, StopAsyncIteration, TimeoutError) as error:
             log.warning("the decode server computes the prompt: %s", error or type(error).__name__)
+            asked.cancel()
             await stream.close()
             if isinstance(error, TimeoutError) and (self._asking is None or self._asking.done()):
                 self._asking = asyncio.get_running_loop().create_task(self._ask())
@@ -80,13 +89,36 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         self._begin(_finish(stream))
         return handle
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _begin_release(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._begin(work)
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    def _dropped(self, key: bytes) -> None:
+        """The decode server has not answered. Perhaps no loop runs any more; the blocks expire then."""
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self._begin_release(self._release(key))
+
+    async def _discard(self, stream: AsyncStream, asked: asyncio.Task[decode_pb2.KvHandle]) -> None:
+        """The caller left before it had a handle. The prefill may have ended all the same."""
+        try:
+            async with asyncio.timeout(self._handle_seconds):
+                key = (await asked).key
+        except (EpServerError, StopAsyncIteration, TimeoutError):
+            return
+        finally:
+            await stream.close()
+        await self._release(key)
 
     async def _release(self, key: bytes) -> None:
-        """Nobody fetches these blocks: the decode server has not admitted the request."""
+        """Perhaps nobody fetches these blocks: the decode server has not answered the request."""
         request, metadata = decode_pb2.ReleaseKvRequest(key=key), self._prefill.target.metadata
         with suppress(grpc.RpcError):  # then they expire
             await self._prefill.decode.ReleaseKv(request, timeout=RELEASE_SECONDS, metadata=metadata)

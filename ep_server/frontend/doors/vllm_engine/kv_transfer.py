@@ -17,6 +17,7 @@ from ep_server.frontend.requests import SHOWN
 from ep_server.v1 import decode_pb2
 
 FIELD = "kv_transfer_params_json"
+MAX_PORT = 65535
 # handoff.role -> kv_role of a vLLM server. The connector is the one whose params gateways pass on.
 CONNECTOR = "NixlConnector"
 ROLES = {"none": "", "prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
@@ -62,9 +63,12 @@ def _handle(params: dict[str, Any]) -> Any:
     except (ValueError, DecodeError) as error:
         raise InvalidArgument(name, given[:SHOWN], "as another ep-server gave it") from error
     host, port = params.get("remote_host"), params.get("remote_port")
-    if isinstance(host, str) and isinstance(port, int):  # a gateway may know another way
-        if not host.isprintable():  # half a surrogate pair, say, which no message can carry
-            raise InvalidArgument(f"{FIELD}.remote_host", host[:SHOWN], "printable")
+    if host is not None and not (isinstance(host, str) and host.isprintable()):
+        # half a surrogate pair, say, which no message can carry
+        raise InvalidArgument(f"{FIELD}.remote_host", str(host)[:SHOWN], "printable text")
+    if port is not None and (type(port) is not int or not 0 <= port <= MAX_PORT):
+        raise InvalidArgument(f"{FIELD}.remote_port", str(port)[:SHOWN], f"0 to {MAX_PORT}")
+    if host is not None and port is not None:  # a gateway may know another way
         handle.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return handle
 
