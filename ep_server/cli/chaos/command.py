@@ -12,8 +12,9 @@ import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvloop
@@ -31,7 +32,16 @@ from ep_server.cli.chaos.faults import (
     shape_of,
 )
 from ep_server.cli.chaos.report import Report, as_dict, show
-from ep_server.cli.chaos.rounds import add_gaps, answers_of, compare, direct, whole
+from ep_server.cli.chaos.rounds import (
+    Ask,
+    HostHits,
+    add_gaps,
+    answers_of,
+    compare,
+    direct,
+    in_turn,
+    whole,
+)
 from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests
 from ep_server.cli.progress import Bars
 from ep_server.client import AsyncClient, PrefillDecode, Target
@@ -86,6 +96,15 @@ def command(
             **LOAD,
         ),
     ] = "",
+    gateway: Annotated[
+        bool,
+        typer.Option(
+            "--gateway",
+            help="With --prefill: every second prompt is handed off as a gateway does it, through VllmEngine "
+            "of the prefill server and kv_transfer_params_json.",
+            **LOAD,
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     address: options.Address = options.ADDRESS,
     tls_ca: options.TlsCa = "",
@@ -103,6 +122,8 @@ def command(
     shortest, longest = prompt_tokens
     if not 1 <= shortest <= longest:
         raise ConfigError("--prompt-tokens", prompt_tokens, "two numbers from 1, the smaller one first")
+    if gateway and not prefill:
+        raise ConfigError("--gateway", gateway, "used with --prefill")
     if FaultKind.SERVER in (kind or ()) and not prefill:
         raise ConfigError("--kind", FaultKind.SERVER, "used with --prefill")
     plan = FaultPlan(faults, kind or [FaultKind.KILL], together, apart, every, recover_seconds, scale_ranks)
@@ -111,7 +132,7 @@ def command(
     target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
     lengths = Lengths(prompt_tokens, max_new_tokens)
     first = options.target(prefill, tls_ca, tls_cert, tls_key, token_file) if prefill else None
-    report = uvloop.run(run(target, plan, lengths, streams, seed, first))
+    report = uvloop.run(run(target, plan, lengths, streams, seed, first, gateway=gateway))
     if as_json:
         print(json.dumps(as_dict(report)))
     else:
@@ -126,8 +147,10 @@ async def run(
     streams: int,
     seed: int,
     prefill: Target | None = None,
+    *,
+    gateway: bool = False,
 ) -> Report:
-    """The whole command. prefill: the server that prompts are handed off from.
+    """The whole command. prefill: the server that prompts are handed off from. gateway: also as one does it.
 
     Raises: ConfigError for a server that is not on this machine, does not recover or is too small.
     """
@@ -139,28 +162,26 @@ async def run(
             clients.append(await stack.enter_async_context(AsyncClient(prefill)))
             pair = await stack.enter_async_context(PrefillDecode(prefill, client))
             ask = pair.generate
+            if gateway:
+                ask = in_turn(ask, _gateway(*reversed(clients)))
         shapes = [await shape_of(each) for each in clients]
         report = Report(all(shape.exact for shape in shapes))
         faults = [await Faults.on(*each, draw) for each in _shares(clients, shapes, plan)]
         report.elsewhere = [rank for each in clients for rank in await _elsewhere(each, plan)]
-        model = await client.model_info()
-        if lengths.prompt[1] + lengths.output > model.max_context:
-            allowed = f"at most {model.max_context} tokens with --max-new-tokens {lengths.output}"
-            raise ConfigError("--prompt-tokens", lengths.prompt, allowed)
-        asked = draw_requests(draw, streams, lengths, model.vocab_size, has_text=model.has_tokenizer)
-        if prefill is not None:  # what is cached would not be handed off
-            asked = [Asked(one.prompt_ids, {**one.fields, "bypass_prefix_cache": True}) for one in asked]
+        asked = _requests(draw, await client.model_info(), lengths, streams, cached=prefill is None)
         silence = plan.recover_seconds + SETTLE_SECONDS
         undisturbed = [whole(one) for one in await answers_of(direct(client), asked, silence)]
         expected = [answer.output for answer in undisturbed]
         report.first_tokens["undisturbed"] = [answer.first_token for answer in undisturbed]
-        before = await _memory(client)
+        before, tiers = await _memory(client), HostHits(clients)
+        await tiers.look()
         with Bars(Console(stderr=True), lambda text: None) as bars:
             answers = list[Answer]()
             running = asyncio.ensure_future(_all(faults))
             try:
                 while not running.done():
                     answers += compare(await answers_of(ask, asked, silence), asked, expected, report)
+                    report.host_tokens += await tiers.look()
                     bars.show("faults", sum(each.count for each in faults), plan.count)
                 with suppress(EpServerError):
                     await running
@@ -182,6 +203,35 @@ async def run(
     for answer in answers:
         add_gaps(report, answer, faults[0])
     return report
+
+
+def _requests(draw: random.Random, model: Any, lengths: Lengths, count: int, *, cached: bool) -> list[Asked]:
+    """cached: all may use prefix caches, else two of four: what is cached is not handed off.
+
+    Raises: ConfigError if they do not fit the context.
+    """
+    if lengths.prompt[1] + lengths.output > model.max_context:
+        allowed = f"at most {model.max_context} tokens with --max-new-tokens {lengths.output}"
+        raise ConfigError("--prompt-tokens", lengths.prompt, allowed)
+    asked = draw_requests(draw, count, lengths, model.vocab_size, has_text=model.has_tokenizer)
+    if cached:
+        return asked
+    return [
+        Asked(one.prompt_ids, {**one.fields, "bypass_prefix_cache": number % 4 < 2})
+        for number, one in enumerate(asked)
+    ]
+
+
+def _gateway(prefill: AsyncClient, decode: AsyncClient) -> Ask:
+    """Raises: ConfigError without the stubs of VllmEngine."""
+    try:
+        module = import_module("ep_server.cli.chaos.gateway")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("ep_server"):
+            raise
+        raise ConfigError("--gateway", "true", "used where the extra `doors` is installed") from error
+    ask: Ask = module.Gateway(prefill, decode).ask
+    return ask
 
 
 async def _elsewhere(client: AsyncClient, plan: FaultPlan) -> list[int]:
@@ -229,9 +279,13 @@ async def _all(faults: Sequence[Faults]) -> None:
 
 
 async def _left(client: AsyncClient) -> list[str]:
-    """What the server still holds once every stream has ended; it may take a moment to free it."""
+    """What the server still holds once every stream has ended; it may take a moment to free it.
+
+    Blocks that a server holds for one that was lost stay until they expire.
+    """
     left: list[str] = []
-    for _ in range(int(SETTLE_SECONDS / 0.1)):
+    hold_seconds = float((await client.diagnostics()).config["handoff.hold_seconds"])
+    for _ in range(int((SETTLE_SECONDS + hold_seconds) / 0.1)):
         loads = await client.loads()
         left = [f"{loads.in_flight} requests"] if loads.in_flight else []
         for rank in loads.ranks:

@@ -21,7 +21,8 @@ class Report:
     gaps: the longest one of each sequence during each loss and change, in seconds.
     pauses: of each change, as the server reports them.
     first_tokens: seconds to the first token of each stream. handed_off: streams whose prompt came from a
-        prefill server. same_tokens: streams with the tokens of the undisturbed run, however scores round.
+        prefill server, of those without a prefix cache. host_tokens: prompt tokens that only host tiers held.
+    same_tokens: streams with the tokens of the undisturbed run, however scores round.
     elsewhere: ranks on other machines, which nothing was done to. memory_mib: of the server's processes here,
         before and after.
     """
@@ -40,6 +41,7 @@ class Report:
     pauses: list[float] = field(default_factory=list)
     first_tokens: dict[str, list[float]] = field(default_factory=lambda: {"undisturbed": [], "losses": []})
     handed_off: int = 0
+    host_tokens: int = 0
     elsewhere: list[int] = field(default_factory=list)
     same_tokens: int = 0
     memory_mib: tuple[float, float] = (0.0, 0.0)
@@ -74,6 +76,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "longest_gap_seconds": {name: quantiles(values) for name, values in report.gaps.items()},
         "first_token_seconds": {name: quantiles(values) for name, values in report.first_tokens.items()},
         "handed_off": report.handed_off,
+        "host_tokens": report.host_tokens,
         "ranks_elsewhere": report.elsewhere,
         "same_tokens": report.same_tokens,
         "memory_mib": report.memory_mib,
@@ -89,7 +92,9 @@ def show(report: Report, console: Console) -> None:
     if report.elsewhere:
         console.print(f"ranks {report.elsewhere} run on other machines: nothing was done to them")
     if report.handed_off:
-        console.print(f"{report.handed_off} prompts were handed off")
+        console.print(f"{report.handed_off} prompts without a prefix cache were handed off")
+    if report.host_tokens:
+        console.print(f"{report.host_tokens} prompt tokens came from host tiers")
     table = Table("seconds", "p50", "p99", "max")
     rows = {"recovery": report.recoveries, "pause of a change": report.pauses}
     rows |= {f"longest gap, {k}": v for k, v in report.gaps.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import cycle
 from typing import Any
 
 from ep_server.cli.chaos.faults import Faults
@@ -23,6 +25,36 @@ def direct(client: AsyncClient) -> Ask:
         return client.generate(prompt, **fields)
 
     return ask
+
+
+def in_turn(*asks: Ask) -> Ask:
+    """Each request in the next of these ways."""
+    turns = cycle(asks)
+
+    async def ask(prompt: Sequence[int], **fields: Any) -> AsyncStream:
+        return await next(turns)(prompt, **fields)
+
+    return ask
+
+
+class HostHits:
+    """Prompt tokens that only host tiers held. A rank that starts again counts from 0."""
+
+    def __init__(self, clients: Sequence[AsyncClient]) -> None:
+        self._clients = clients
+        self._last: dict[tuple[int, int], int] = {}  # (client, rank) -> tokens
+
+    async def look(self) -> int:
+        """Those since the last call, as far as ranks have reported them."""
+        found = 0
+        for number, client in enumerate(self._clients):
+            with suppress(EpServerError):  # a server that is being started again
+                for rank in (await client.loads()).ranks:
+                    key, now = (number, rank.rank), rank.prefix_host_hits
+                    before = self._last.get(key, 0)
+                    found += now - before if now >= before else now
+                    self._last[key] = now
+        return found
 
 
 async def answers_of(ask: Ask, asked: Sequence[Asked], seconds: float) -> list[Answer | BaseException]:

@@ -126,15 +126,22 @@ async def test_many_scales_and_updates_change_nothing() -> None:
 
 
 async def test_losses_on_either_side_of_a_hand_off(capfd: pytest.CaptureFixture[str]) -> None:
-    sides = {"parallel__ranks": 2, "resilience__max_losses": 5, **HANDOFF}
+    """Rank counts and block sizes differ. The caches are small, so prefixes return from the host tiers.
+
+    Half of the prompts go through VllmEngine, as a gateway sends them.
+    """
+    sides = {"resilience__max_losses": 5, "scheduler__kv_host_gib": 0.01, **HANDOFF}
+    first = {"parallel__ranks": 2, "scheduler__kv_blocks": 6}
+    second = {"parallel__ranks": 3, "scheduler__kv_blocks": 20, "scheduler__block_size": 7}
     async with (
-        demo(handoff__role="prefill", **sides) as prefill,
-        demo(handoff__role="decode", scheduler__block_size=4, **sides) as decode,
+        demo(handoff__role="prefill", **first, **sides) as prefill,
+        demo(handoff__role="decode", **second, **sides) as decode,
     ):
-        arguments = [*LOAD, *SELDOM, "--faults", "3", "--prefill", prefill.address]
+        arguments = [*LOAD, *SELDOM, "--faults", "3", "--prefill", prefill.address, "--gateway"]
         assert await chaos(decode, *arguments) == 0
         report = json.loads(capfd.readouterr().out)
         assert report["good"] and report["exact"] and report["faults"]["kill"] == 3
+        assert report["handed_off"] and report["host_tokens"]
         cached = 0
         async with (
             asyncio.timeout(WAIT),
@@ -185,6 +192,8 @@ async def test_servers_that_cannot_be_tried_are_refused(capfd: pytest.CaptureFix
         assert await chaos(served.server, "--kind", "node") == 1
         assert "used with a server of several nodes" in capfd.readouterr().err
         assert await chaos(served.server, "--kind", "server") == 1
+        assert "used with --prefill" in capfd.readouterr().err
+        assert await chaos(served.server, "--gateway") == 1
         assert "used with --prefill" in capfd.readouterr().err
         assert await chaos(served.server, "--prompt-tokens", "5", "4") == 1
         assert "--prompt-tokens" in capfd.readouterr().err
