@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from ipaddress import ip_address
 from typing import Any
 
 from ep_server.config import Config
@@ -41,6 +42,8 @@ class Handoffs:
 
     async def warm_up(self) -> None:
         """Reads what identifies the weights, before others can replace their files."""
+        if why := unreachable(self._config):
+            log.warning(why)
         if self.role != "none":
             await self._own_weights()
 
@@ -136,6 +139,25 @@ class Handoffs:
         if self._digest[0] < version:
             self._digest = version, digest
         return digest
+
+
+def unreachable(config: Config) -> str:
+    """Why decode servers that can call this server cannot fetch from it; empty if nothing is known."""
+    host = config.handoff.host
+    here = _is_loopback(config.grpc.host) and config.cluster.nodes == 1
+    if not config.handoff.sends or here or not _is_loopback(host):
+        return ""
+    return (
+        f"handoff.host = {host}: only decode servers of this host can fetch KV blocks; "
+        "for others, set an address of this host"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def prompt_digest(token_ids: Sequence[int]) -> bytes:

@@ -314,7 +314,7 @@ def connect(address: str, local: str, seconds: float) -> tuple[Line, bool]:
     try:
         return Line(socket.create_connection((host.strip("[]"), int(port)), left), seconds), False
     except (OSError, ValueError, OverflowError) as error:  # no such port
-        raise _failure(f"{address} does not answer", error) from error
+        raise _failure("connecting failed", error) from error
 
 
 def _local_socket(name: str, seconds: float) -> socket.socket:
