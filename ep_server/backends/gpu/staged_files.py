@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -115,13 +116,22 @@ class NativeReader:
 
 class StagedFiles(OpenShards[int]):
     """See loading.TensorFiles. Reads only the bytes of loaded tensors, into BUFFERS * buffer_bytes of host
-    memory for each loading thread. A context, which closes the files at its end.
+    memory for each loading thread. A context: at its end no copy is in flight, and the files are closed.
     """
 
     def __init__(self, copies: Copies, buffer_bytes: int = BUFFER_BYTES) -> None:
         super().__init__()
         self._copies, self._buffer_bytes = copies, buffer_bytes
         self._own = _OwnOfThread()
+        self._readers: list[Reader] = []  # also of ended threads: copies read their buffers
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None and not isinstance(error, InternalError):  # else the device may be lost
+            with suppress(InternalError):  # the first error is the cause
+                self._copies.finish()
 
     def load(self, stored: StoredTensor, part: int | None = None) -> torch.Tensor:
         """See loading.TensorFiles."""
@@ -160,6 +170,7 @@ class StagedFiles(OpenShards[int]):
     def _read(self, wanted: Sequence[_Wanted]) -> None:
         if self._own.reader is None:
             self._own.reader = self._copies.reader(self._buffer_bytes)
+            self._readers.append(self._own.reader)
         wrong = self._own.reader.read([one.piece for one in wanted])
         if wrong is not None:
             number, why = wrong

@@ -6,7 +6,8 @@ import hashlib
 import importlib.util
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,32 +57,38 @@ def module() -> Any:
 
 
 class LateCopies:
-    """See staged_files.Copies. One at a time in a process.
+    """See staged_files.Copies. One at a time in a process. Buffers that nobody holds are overwritten.
 
     most_read: bytes that a read returns at most. hangs: no copy ever ends. fails: the device is lost.
+    asked: pieces that each reader was asked for.
     """
 
     device = torch.device("cpu")
 
     def __init__(self, *, most_read: int = 1 << 40, hangs: bool = False, fails: bool = False) -> None:
-        self.readers: list[LateReader] = []
+        self.asked: list[list[Piece]] = []
         module().reset(hangs, fails, most_read)
 
     def reader(self, buffer_bytes: int) -> LateReader:
-        self.readers.append(
-            LateReader(module(), 0, torch.empty(BUFFERS, buffer_bytes, dtype=torch.uint8), int)
-        )
-        return self.readers[-1]
+        memory = torch.empty(BUFFERS, buffer_bytes, dtype=torch.uint8)
+        buffers = memory[:]
+        weakref.finalize(buffers, memory.fill_, 0xEE)
+        self.asked.append([])
+        return LateReader(module(), 0, buffers, int, self.asked[-1])
 
     def finish(self) -> None:
         module().finish()
 
 
 class LateReader(NativeReader):
-    """pieces: all that it was asked for."""
+    """asked: gets all that it is asked for."""
 
-    pieces: tuple[Piece, ...] = ()
+    def __init__(
+        self, module: Any, device: int, buffers: torch.Tensor, stream: Callable[[], int], asked: list[Piece]
+    ) -> None:
+        super().__init__(module, device, buffers, stream)
+        self._asked = asked
 
     def read(self, pieces: Sequence[Piece]) -> tuple[int, str] | None:
-        self.pieces += tuple(pieces)
+        self._asked += pieces
         return super().read(pieces)
