@@ -11,8 +11,8 @@ from it, which a file system in memory cannot. GB are 10^9 bytes that ranks read
 reading      the same bytes by pread into host memory, with as many threads; bound
 copying      pinned memory to the device; bound, of a rank's bytes
 safetensors  load_file(device) of every shard; with several ranks get_tensor() of what a rank owns
-mapped x1    the engine's loader over mapped files, copied tensor by tensor, one thread
-mapped       the same with as many threads
+plain x1     the engine's loader with plain reads into host memory, copied tensor by tensor, one thread
+plain        the same with as many threads
 engine       the engine's loader as a rank runs it
 slots        its experts alone, into slots that are there, as after the loss of a rank
 """

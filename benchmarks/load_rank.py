@@ -25,7 +25,7 @@ from ep_server.models.checkpoint import Checkpoint, StoredTensor
 from ep_server.models.experts import SlotMove, load_slots
 from ep_server.models.families import read_spec
 from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
-from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader
+from ep_server.models.loading import PlainFiles, TensorFiles, TensorReader
 from ep_server.models.weights import weights_from
 
 Check = Callable[[Any], None]
@@ -122,9 +122,9 @@ class Rank:
         self._wait()
         return held
 
-    def mapped(self, threads: int) -> ModelWeights:
-        """Through page faults."""
-        with MappedFiles(self.device) as files:
+    def plain(self, threads: int) -> ModelWeights:
+        """Through host memory."""
+        with PlainFiles(self.device) as files:
             return self._weights(files, threads)
 
     def engine(self) -> ModelWeights:
@@ -249,8 +249,8 @@ def measure(case: Case, number: int, barrier: Any) -> list[Row]:
         timed(rank, barrier, "reading", rank.reading),
         timed(rank, barrier, "copying", rank.copying()),
         timed(rank, barrier, "safetensors", rank.safetensors, check_tensors),
-        timed(rank, barrier, "mapped x1", lambda: rank.mapped(1), check_weights),
-        timed(rank, barrier, "mapped", lambda: rank.mapped(case.threads), check_weights),
+        timed(rank, barrier, "plain x1", lambda: rank.plain(1), check_weights),
+        timed(rank, barrier, "plain", lambda: rank.plain(case.threads), check_weights),
         timed(rank, barrier, "engine", rank.engine, check_weights),
         timed(rank, barrier, "slots", rank.slots(), check_weights, rank.expert_bytes),
     ]

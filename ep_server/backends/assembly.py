@@ -26,7 +26,7 @@ from ep_server.models.footprint import footprint
 from ep_server.models.identity import check_files
 from ep_server.models.kv_cache import KvCache, Zeros
 from ep_server.models.layers import ModelWeights
-from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader, TensorSource
+from ep_server.models.loading import PlainFiles, TensorFiles, TensorReader, TensorSource
 from ep_server.models.moe import UniformRouting
 from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.models.slots import Held, SlotTable
@@ -263,9 +263,9 @@ def in_host_memory(compute: Compute) -> Compute:
 
 
 def files_for(device: torch.device, *, beside: bool = False) -> AbstractContextManager[TensorFiles]:
-    """Memory-mapped files for the CPU; pinned staging buffers for a GPU. beside: steps that run."""
+    """Plain files for the CPU; pinned staging buffers for a GPU. beside: steps that run."""
     if device.type != "cuda":
-        return MappedFiles(device)
+        return PlainFiles(device)
     from ep_server.backends.gpu.staged_files import StagedFiles, StreamCopies
 
     return StagedFiles(StreamCopies(device, keeps=beside))

@@ -1,16 +1,16 @@
-"""Reads tensors of a checkpoint by name: opens shards, maps them, widens FP8 or keeps its codes."""
+"""Reads tensors of a checkpoint by name: opens shards, reads them, widens FP8 or keeps its codes."""
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import abstractmethod
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ep_server.errors import CheckpointError
 from ep_server.models.checkpoint import Checkpoint, StoredTensor
@@ -51,8 +51,7 @@ class TensorFiles(Protocol):
     def load(self, stored: StoredTensor, part: int | None = None) -> torch.Tensor:
         """The values of a tensor, or of entry `part` of its first dimension.
 
-        Returns: a tensor on the files' device, which may end with the files. Work of the device's current
-            stream finds the values there.
+        Returns: a new tensor on the files' device. Work of its current stream finds the values there.
         Raises: CheckpointError naming file and tensor if they cannot be read.
         """
         ...
@@ -101,11 +100,20 @@ class OpenShards(Generic[Opened]):
         """Opens one. closing: gets what closes it."""
 
 
-class MappedFiles(OpenShards[Any]):
-    """See TensorFiles. Only the pages of what is loaded are touched.
+class OpenFiles(OpenShards[int]):
+    """Shards as descriptors."""
 
-    A context: the mappings end with it.
-    device: elsewhere than on the CPU everything is copied there, page by page.
+    def open_shard(self, file: Path, closing: ExitStack) -> int:
+        """The descriptor of a file."""
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        closing.callback(os.close, descriptor)
+        return descriptor
+
+
+class PlainFiles(OpenFiles):
+    """See TensorFiles. Reads into host memory, and copies from there if the device is another one.
+
+    Not through mappings: a file that shrinks or a disk that fails would end the process, without an error.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,12 +121,18 @@ class MappedFiles(OpenShards[Any]):
         self._device = device
 
     def load(self, stored: StoredTensor, part: int | None = None) -> torch.Tensor:
-        """See TensorFiles; on the CPU a view of the mapping."""
-        return self._mapped(stored, part).to(self._device)
+        """See TensorFiles."""
+        shape = stored.shape if part is None else stored.shape[1:]
+        values = torch.empty(shape, dtype=TORCH[stored.dtype])
+        self._read(values, stored, part)
+        return values.to(self._device)
 
     def fill(self, into: torch.Tensor, stored: StoredTensor, part: int | None = None) -> None:
-        """See TensorFiles. Copied at once. Raises: as load()."""
-        into.copy_(self._mapped(stored, part))
+        """See TensorFiles. Read at once. Raises: as load()."""
+        if into.device.type == "cpu":
+            self._read(into, stored, part)
+        else:
+            into.copy_(self.load(stored, part))
 
     def flush(self) -> None:
         """Nothing: they are there when fill() returns."""
@@ -126,18 +140,22 @@ class MappedFiles(OpenShards[Any]):
     def finish(self) -> None:
         """Nothing: they are there when load() returns."""
 
-    def open_shard(self, file: Path, closing: ExitStack) -> Any:
-        """Maps it."""
-        return closing.enter_context(safe_open(file, framework="pt", device="cpu"))
-
-    def _mapped(self, stored: StoredTensor, part: int | None) -> torch.Tensor:
+    def _read(self, into: torch.Tensor, stored: StoredTensor, part: int | None) -> None:
+        wanted = into.view(-1).view(torch.uint8).numpy().data
+        at = stored.begin + (part or 0) * into.nbytes
         try:
-            opened = self.shard(stored.file)
-            name = stored.name
-            mapped: torch.Tensor = opened.get_tensor(name) if part is None else opened.get_slice(name)[part]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({error})") from error
-        return mapped
+            file = self.shard(stored.file)
+            while wanted:
+                if not (count := os.preadv(file, [wanted], at)):
+                    raise unreadable(stored, f"the file ends at byte {at}")
+                wanted, at = wanted[count:], at + count
+        except OSError as error:
+            raise unreadable(stored, error) from error
+
+
+def unreadable(stored: StoredTensor, why: object) -> CheckpointError:
+    """A tensor cannot be read."""
+    return CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({why})")
 
 
 _FP8 = "F8_E4M3"
@@ -194,7 +212,6 @@ class TensorReader:
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> torch.Tensor:
         """One tensor, or entry `part` of its first dimension, in the dtype of the file; FP8 as float32.
 
-        The result may end with the files: copy it.
         Raises: CheckpointError if it is missing, of another shape or dtype, or cannot be read.
         """
         stored = self._floats(name, shape)

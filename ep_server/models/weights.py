@@ -21,7 +21,7 @@ from ep_server.models.compute import Compute, GatedFfn, Linear
 from ep_server.models.experts import ExpertLoader, sparse_block
 from ep_server.models.families.spec import EMBEDDING, HEAD, GqaSpec, MlaSpec, ModelSpec, QkNorm
 from ep_server.models.layers import GqaWeights, KvScales, LayerWeights, MlaWeights, ModelWeights, MoeWeights
-from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader, TensorSource
+from ep_server.models.loading import PlainFiles, TensorFiles, TensorReader, TensorSource
 
 # Of a layer's attention, for keys (or the latent) and values; the first that is there counts.
 _KV_SCALE_NAMES = {
@@ -50,10 +50,10 @@ def load_weights(
         compute: prepares the matrices.
         progress: called as progress("weights", layers done, layers in all), by the calling thread.
         threads: layers to load at once; on the CPU each needs memory of its own size.
-        files: how to read the shards; None = memory-mapped.
+        files: how to read the shards; None = PlainFiles.
     Raises: CheckpointError naming file, tensor, expected and found shape.
     """
-    with files or MappedFiles(compute.device) as opened:
+    with files or PlainFiles(compute.device) as opened:
         reader = TensorReader(checkpoint, spec.quant_block, opened)
         weights = weights_from(reader, spec, experts, dtype, compute, progress, threads)
         opened.finish()

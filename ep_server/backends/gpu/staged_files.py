@@ -7,11 +7,9 @@ each tensor, threads wait for the interpreter most of the time. Units: bytes.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -19,9 +17,9 @@ import torch
 
 from ep_server.backends.gpu.capability import native
 from ep_server.backends.gpu.waiting import await_stream
-from ep_server.errors import CheckpointError, InternalError
+from ep_server.errors import InternalError
 from ep_server.models.checkpoint import StoredTensor
-from ep_server.models.loading import TORCH, OpenShards
+from ep_server.models.loading import TORCH, OpenFiles, unreadable
 
 BUFFER_BYTES = 4 << 20  # small enough to stay in the processor's cache between read and copy
 BUFFERS = 2  # of each thread: one is read into while the other is copied from
@@ -114,7 +112,7 @@ class NativeReader:
         return wrong
 
 
-class StagedFiles(OpenShards[int]):
+class StagedFiles(OpenFiles):
     """See loading.TensorFiles. Reads only the bytes of loaded tensors, into BUFFERS * buffer_bytes of host
     memory for each loading thread. A context: at its end no copy is in flight, and the files are closed.
     """
@@ -153,17 +151,11 @@ class StagedFiles(OpenShards[int]):
         """See loading.TensorFiles. Raises: InternalError after COPY_SECONDS."""
         self._copies.finish()
 
-    def open_shard(self, file: Path, closing: ExitStack) -> int:
-        """The descriptor of a file."""
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        closing.callback(os.close, descriptor)
-        return descriptor
-
     def _wanted(self, into: torch.Tensor, stored: StoredTensor, part: int | None) -> _Wanted:
         try:
             file = self.shard(stored.file)
         except OSError as error:
-            raise _unreadable(stored, error) from error
+            raise unreadable(stored, error) from error
         begin = stored.begin + (part or 0) * into.nbytes
         return _Wanted(stored, into, Piece(file, begin, into.nbytes, into.data_ptr()))
 
@@ -174,7 +166,7 @@ class StagedFiles(OpenShards[int]):
         wrong = self._own.reader.read([one.piece for one in wanted])
         if wrong is not None:
             number, why = wrong
-            raise _unreadable(wanted[number].stored, why)
+            raise unreadable(wanted[number].stored, why)
 
 
 class _Wanted(NamedTuple):
@@ -191,7 +183,3 @@ class _OwnOfThread(threading.local):
     def __init__(self) -> None:
         self.reader: Reader | None = None
         self.wanted: list[_Wanted] = []
-
-
-def _unreadable(stored: StoredTensor, why: object) -> CheckpointError:
-    return CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({why})")

@@ -39,7 +39,7 @@ def test_every_way_is_timed_and_its_bytes_counted(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     table = [line.replace(" x1", "-x1").split() for line in done.stdout.splitlines()[-6:]]
-    assert [row[0] for row in table] == ["reading", "copying", "safetensors", "mapped-x1", "mapped", "engine"]
+    assert [row[0] for row in table] == ["reading", "copying", "safetensors", "plain-x1", "plain", "engine"]
     assert {row[1] for row in table} == {f"{read / 1e9:.1f}"}
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 

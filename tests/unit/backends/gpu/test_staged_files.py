@@ -158,7 +158,7 @@ class InTime:
 
 
 def assert_same(path: Path, experts: list[int], dtype: torch.dtype) -> None:
-    """Staged weights are those of mapped files, to the bit."""
+    """Staged weights are those of plain files, to the bit."""
     copies = LateCopies()
     got = staged(path, experts, dtype, copies)
     expected = load_weights(Checkpoint.open(path), read_spec(path), experts, dtype, TorchCompute())
@@ -174,7 +174,7 @@ def assert_same(path: Path, experts: list[int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "mixtral-tied-stacked", "olmoe", "deepseek_v3", "qwen3_moe-dense-layer-bias-shards"]
 )
-def test_models_are_those_of_mapped_files(tiny: Callable[[str], Tiny], name: str, dtype: torch.dtype) -> None:
+def test_models_are_those_of_plain_files(tiny: Callable[[str], Tiny], name: str, dtype: torch.dtype) -> None:
     assert_same(tiny(name).path, [0, 4], dtype)
 
 
