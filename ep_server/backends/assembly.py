@@ -40,6 +40,7 @@ from ep_server.records import EMPTY
 
 MOST_READERS = 16  # threads that read for a GPU: enough to keep its copy engine busy
 MOST_LOADERS = 4  # threads that load into host memory
+BATCH_BYTES = 64 << 20  # of experts that a thread reads for a GPU between two turns of the interpreter
 LOADING_BYTES = 2 << 30  # of layers in the making, beside what is kept
 TORCH = {
     Dtype.FLOAT32: torch.float32,
@@ -207,7 +208,7 @@ def load_experts(
     """Reads experts into slots that no rows are for meanwhile, in several threads.
 
     params: as the model was loaded, or of newer weights in force. shadow: as in load_model().
-    alive: called in this thread after each, but for those that the shadow has.
+    alive: called in this thread now and then, but for those that the shadow has.
     Returns: how many the shadow had. Raises: CheckpointError, InternalError.
     """
     moves = [move for move in moves if model.spec.sparse_layers[move.layer]]
@@ -215,11 +216,11 @@ def load_experts(
     if not rest:
         return len(moves)
     dtype, compute = TORCH[model.dtype], model.compute
-    threads = loading_threads(model.spec, model.dtype, 1, params.threads)
-    if compute.device.type == "cuda" and params.load_format != "dummy":
-        threads = min(params.threads, MOST_READERS)
+    threads, batch = loading_threads(model.spec, model.dtype, 1, params.threads), 0
+    if compute.device.type == "cuda" and params.load_format != "dummy":  # straight to where they belong
+        threads, batch = min(params.threads, MOST_READERS), BATCH_BYTES
     with source_of(params, model.spec, compute.device) as source:
-        load_slots(source, model.spec, dtype, compute, model.weights, rest, threads, alive)
+        load_slots(source, model.spec, dtype, compute, model.weights, rest, threads, alive, batch)
     return len(moves) - len(rest)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import Codes, TensorSource
 from ep_server.records import EMPTY
 
-BATCH_BYTES = 64 << 20  # of experts that a thread reads between two turns of the interpreter
+BATCH_SECONDS = 60.0  # a thread may take to read a batch from a slow disk; else it seems to hang
+LOOK_SECONDS = 0.25  # between two signs of life while it does
 
 
 def sparse_block(source: TensorSource, spec: ModelSpec, layer: str) -> str:
@@ -34,21 +36,35 @@ def load_slots(
     moves: Sequence[SlotMove],
     threads: int = 1,
     alive: Callable[[], None] = lambda: None,
+    batch_bytes: int = 0,
 ) -> None:
     """Reads experts into slots that no rows are for meanwhile. Several threads share the work.
 
     Args:
         source, spec, dtype, compute: as of weights_from(), which made `weights`.
-        alive: called in this thread after some of them, again and again.
-    Raises: what the source raises.
+        alive: called in this thread again and again, but for a batch that takes longer than BATCH_SECONDS.
+        batch_bytes: of experts that a thread reads at once; at least one expert.
+    Raises: what the source raises. No slot is written any more then.
     """
     loader = ExpertLoader(source, spec, dtype, compute)
-    fitting = BATCH_BYTES // (3 * spec.expert_ffn * spec.hidden * dtype.itemsize)
+    fitting = batch_bytes // (3 * spec.expert_ffn * spec.hidden * dtype.itemsize)
     with ThreadPoolExecutor(threads, "experts") as pool:
         batches = in_batches(moves, max(1, min(fitting, -(-len(moves) // threads))), threads)
-        for loaded in [pool.submit(loader.load_slots, weights, batch) for batch in batches]:
-            loaded.result()
-            alive()
+        loads = [pool.submit(loader.load_slots, weights, batch) for batch in batches]
+        try:
+            for load in loads:
+                _await(load, alive)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _await(load: Future[None], alive: Callable[[], None]) -> None:
+    """Raises: what it raised."""
+    deadline = time.monotonic() + BATCH_SECONDS
+    while time.monotonic() < deadline and not wait([load], LOOK_SECONDS).done:
+        alive()
+    load.result()
+    alive()
 
 
 def in_batches(moves: Sequence[SlotMove], most: int, threads: int) -> Iterator[Sequence[SlotMove]]:

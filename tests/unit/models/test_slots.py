@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,14 @@ import torch
 from ep_server.backends.assembly import LoadParams, RankModel, load_experts, load_model
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.torch_compute import TorchCompute
+from ep_server.errors import CheckpointError
+from ep_server.models import experts
+from ep_server.models.checkpoint import Checkpoint
 from ep_server.models.compute import Compute
-from ep_server.models.experts import SlotMove, in_batches
+from ep_server.models.experts import SlotMove, in_batches, load_slots
 from ep_server.models.families import read_spec
 from ep_server.models.layers import MoeWeights, tensors_of
+from ep_server.models.loading import PlainFiles, TensorReader
 from ep_server.models.slots import ExpertRows, SlotTable
 from ep_server.records import EMPTY, WAYS
 from tests.support.models.checkpoints import EXPERTS, Tiny
@@ -137,8 +143,8 @@ def test_batches_of_slots_grow_up_to_the_most(count: int, most: int, threads: in
 def test_fp8_experts_are_read_into_slots_as_codes(fp8: Callable[[str], Fp8Tiny], name: str) -> None:
     """Oracle: a model that has all experts from the start. Scales are replaced too."""
     path, compute = str(fp8(name).path), TorchCompute()
-    experts = (0,) * read_spec(path).router.num_experts
-    params = LoadParams(path, 0, experts, "bfloat16", compute=compute)
+    owners = (0,) * read_spec(path).router.num_experts
+    params = LoadParams(path, 0, owners, "bfloat16", compute=compute)
     whole = load_model(params)
     sparse = [n for n, layer in enumerate(whole.weights.layers) if isinstance(layer.ffn, MoeWeights)]
     params = replace(params, placement=(), held=[[0, EMPTY, 3]] * whole.spec.num_layers)
@@ -167,3 +173,72 @@ def outputs(model: RankModel, index: int) -> list[list[float]]:
         offsets[index + 1 :] = 1
         found.append(layer.ffn.experts(row, offsets)[0].tolist())
     return found
+
+
+class Source(TensorReader):
+    """Experts of a checkpoint. before: called before a tensor is read; gets its name."""
+
+    def __init__(self, path: str, files: PlainFiles, before: Callable[[str], None]) -> None:
+        super().__init__(Checkpoint.open(path), None, files)
+        self._before, self.flushed = before, 0
+
+    def copy(self, into: torch.Tensor, name: str, shape: tuple[int, ...], part: int | None = None) -> None:
+        self._before(name)
+        super().copy(into, name, shape, part)
+
+    def flush(self) -> None:
+        self.flushed += 1
+        super().flush()
+
+
+def reading(tiny: Get, before: Callable[[str], None], alive: Callable[[], None], **how: Any) -> int:
+    """Reads two experts into slots of each layer. Returns: in how many batches."""
+    path = str(tiny("qwen3_moe").path)
+    held = [[EMPTY, EMPTY]] * read_spec(path).num_layers
+    model = load_model(LoadParams(path, 0, (), "float32", held=held, compute=NativeCompute(1)))
+    moves = [SlotMove(layer, slot, slot) for layer in range(len(held)) for slot in range(2)]
+    with PlainFiles(torch.device("cpu")) as files:
+        source = Source(path, files, before)
+        compute = model.compute
+        load_slots(source, model.spec, torch.float32, compute, model.weights, moves, alive=alive, **how)
+    return source.flushed
+
+
+def test_a_slow_disk_is_no_hang(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch may take longer than others wait for a sign of life."""
+    signs = threading.Semaphore(0)
+    monkeypatch.setattr(experts, "LOOK_SECONDS", 0.01)
+
+    def before(name: str) -> None:
+        assert not name.endswith("layers.0.mlp.experts.0.gate_proj.weight") or all(
+            signs.acquire(timeout=30) for _ in range(3)
+        )
+
+    assert reading(tiny, before, signs.release, batch_bytes=1 << 30) == 1
+
+
+def test_an_error_ends_what_other_threads_would_read(tiny: Get) -> None:
+    begun = set[str]()
+
+    def before(name: str) -> None:
+        begun.add(name.partition("_proj")[0].rpartition(".")[0])
+        if name.startswith("model.layers.0"):
+            raise CheckpointError("the disk has failed")
+        time.sleep(0.05)
+
+    with pytest.raises(CheckpointError, match="the disk has failed"):
+        reading(tiny, before, lambda: None, threads=1)
+    assert len(begun) <= 2, begun  # the second may have begun before anybody saw the error
+
+
+def test_cpu_ranks_hold_one_expert_of_each_thread_beside_their_slots(
+    tiny: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flushed = str(tiny("qwen3_moe").path), list[int]()
+    held = [[EMPTY] * SLOTS] * read_spec(path).num_layers
+    params = LoadParams(path, 0, (), "float32", held=held, compute=NativeCompute(1), threads=2)
+    model = load_model(params)
+    monkeypatch.setattr(PlainFiles, "flush", lambda _: flushed.append(1))
+    moves = [SlotMove(layer, slot, slot) for layer in range(len(held)) for slot in range(SLOTS)]
+    load_experts(model, params, moves)
+    assert len(flushed) == len(moves)

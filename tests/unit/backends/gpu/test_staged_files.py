@@ -192,7 +192,7 @@ def test_experts_come_into_slots_that_are_there(
     told = list[int]()
     with StagedFiles(copies, SMALL * 10) as files:
         reader = TensorReader(checkpoint, spec.quant_block, InTime(files))
-        load_slots(reader, spec, dtype, compute, weights, moves, 3, lambda: told.append(1))
+        load_slots(reader, spec, dtype, compute, weights, moves, 3, lambda: told.append(1), 1 << 20)
     for layer in layers:
         got, expected = (tensors_of(w.layers[layer].ffn.experts) for w in (weights, wanted))
         for one, two in zip(got, expected, strict=True):
