@@ -14,12 +14,13 @@ from ep_server.config import LOSS_SECONDS
 from ep_server.engine.delivery import Delivery
 from ep_server.engine.observer import EngineObserver
 from ep_server.engine.state import EngineSettings
-from ep_server.errors import ConfigError, StartupError
+from ep_server.errors import CheckpointError, ConfigError, StartupError
 
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 1.0  # before the third start in a row; twice as long before each one after it,
 MOST_AGAIN_SECONDS = 30.0  # but no longer
+MOST_UNREADABLE = 2  # starts in a row after which a checkpoint that cannot be read ends the server
 
 
 class Recovery:
@@ -94,7 +95,8 @@ class Recovery:
         except ConfigError:  # the same at every start
             raise
         except StartupError as error:
-            if not self._survives():
+            unreadable = isinstance(error, CheckpointError) and self._failed >= MOST_UNREADABLE
+            if unreadable or not self._survives():
                 raise
             log.warning("the ranks did not start: %s", error)
             self._failed += 1

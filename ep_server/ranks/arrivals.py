@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from ep_server.errors import StartupError
+from ep_server.errors import CheckpointError, ConfigError, StartupError
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing
 from ep_server.ranks.process import RankCallbacks
@@ -16,6 +16,9 @@ from ep_server.ranks.signs import Sign
 from ep_server.scheduler.placement import Placement
 
 log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 1.0  # before the third start in a row, twice as long before the fourth, ...
+MOST_STARTS, MOST_UNREADABLE = 5, 2  # in a row that fail; as files of the checkpoint cannot be read
 
 
 class Arrivals:
@@ -26,7 +29,7 @@ class Arrivals:
         self.ending: set[int] = set()
         self._board, self._replacing, self._callbacks, self._timing = board, replacing, callbacks, timing
         self._stale: set[int] = set()  # of those that load, killed by us
-        self._failed: dict[int, str] = {}  # why processes were lost before they took part
+        self._failed: dict[int, Exception] = {}  # why processes were lost before they took part
 
     async def start(
         self,
@@ -48,6 +51,7 @@ class Arrivals:
                 made = await make(rank, self._callbacks, live, loads(rank))
             except OSError as error:
                 self.loading.discard(rank)
+                self._failed[rank] = error
                 raise StartupError(f"no process can be started as rank {rank}: {error}") from error
             self._board.processes[rank] = made
 
@@ -76,12 +80,33 @@ class Arrivals:
             self._stale.discard(sign.rank)
             return False
         log.warning("rank %d was lost before it joined: %s", sign.rank, sign.error)
-        self._failed[sign.rank] = str(sign.error)
+        self._failed[sign.rank] = sign.error
         return True
 
     def why(self, ranks: Collection[int]) -> str:
         """Why ranks were lost before they took part, to end a message with."""
         return "".join(f"; rank {rank}: {self._failed[rank]}" for rank in ranks if rank in self._failed)
+
+    def failures(self, ranks: Collection[int]) -> list[Exception]:
+        """Why ranks were lost before they took part."""
+        return [self._failed[rank] for rank in ranks if rank in self._failed]
+
+    async def rest(self, failed: int, ranks: Collection[int]) -> None:
+        """Before another start of ranks that others wait for, after `failed` in a row.
+
+        Raises: StartupError if only starting all ranks again is left.
+        """
+        errors = self.failures(ranks)
+        unreadable = any(isinstance(error, CheckpointError) for error in errors)
+        over = failed >= (MOST_UNREADABLE if unreadable else MOST_STARTS)
+        for error in errors:
+            if isinstance(error, ConfigError) or (over and isinstance(error, StartupError)):
+                raise error
+        if over:
+            raise StartupError(f"no processes take the places of lost ranks{self.why(ranks)}")
+        seconds = AGAIN_SECONDS * (failed - 1)
+        log.warning("starting them again in %g s%s", seconds, self.why(ranks))
+        await asyncio.sleep(seconds)
 
     def weights_changed(self) -> None:
         """Processes that load read the old weights: others take their place."""

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
-from ep_server.errors import ConfigError, EpServerError, RankLost, StartupError, Unavailable
+from ep_server.errors import CheckpointError, ConfigError, EpServerError, RankLost, StartupError, Unavailable
 from ep_server.orders import DropChange, PrepareGeneration, SwitchChange
-from ep_server.ranks.arrivals import Arrivals
+from ep_server.ranks.arrivals import MOST_STARTS, Arrivals
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing, ended
 from ep_server.ranks.messages import placement_message
@@ -107,13 +107,14 @@ class Generations:
         self.over, board = False, self._board
         dead: set[int] = set()
         new: set[int] = set()
-        for _ in range(2 * len(self.live) + 2):
+        failed = 0  # starts
+        for _ in range(2 * len(self.live) + 2 + MOST_STARTS):
             signs = [*board.signs]
             board.signs.clear()
             fresh = lost_ranks(signs) & self.live
             self.count(signs, fresh)
             for sign in signs:
-                if isinstance(sign.error, ConfigError):  # no other process would do better
+                if isinstance(sign.error, ConfigError | CheckpointError):  # no other process would do better
                     raise sign.error
             left_over = set(board.processes) - self.arrivals.loading - (self.live - dead)
             await self.arrivals.end(fresh | left_over, fresh)
@@ -124,7 +125,11 @@ class Generations:
             live, placement = self._without(dead)
             if dead & live:
                 there = await self._replaced(dead)
-                if board.signs or not dead <= self.arrivals.loading:
+                if board.signs:
+                    continue
+                if not dead <= self.arrivals.loading:
+                    failed += 1
+                    await self.arrivals.rest(failed, dead)
                     continue
                 self.arrivals.loading -= there
                 new |= there
@@ -153,10 +158,14 @@ class Generations:
     async def _replaced(self, dead: Collection[int]) -> set[int]:
         """Starts processes in the place of lost ranks, and waits for as many as the others need to go on.
 
-        Those that are not ready by then join later. Returns: the others; incomplete if a rank is lost.
+        Those that are not ready by then join later. Returns: the others; incomplete if one is lost.
         """
         board, loading = self._board, set(dead)
-        await self._start(loading - self.arrivals.loading, awaited=True)
+        try:
+            await self._start(loading - self.arrivals.loading, awaited=True)
+        except StartupError:
+            if not self.arrivals.failures(dead):
+                raise
         while loading & self._without(loading)[0]:
             await self.arrivals.until(
                 lambda: (

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from ep_server.errors import InternalError, PeerTimeout
+from ep_server.errors import CheckpointError, InternalError, PeerTimeout
 from ep_server.ranks.messages import placement_of
 from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # they import torch
     from ep_server.ranks.build import RankParts
+
+log = logging.getLogger(__name__)
+
+READ_SECONDS, AGAIN_SECONDS = 5.0, 0.5
 
 
 class RankMembership:
@@ -38,8 +43,8 @@ class RankMembership:
         """
         began = time.monotonic()
         placement = placement_of(order.placement) if order.HasField("placement") else None
-        if self._experts is not None and placement is not None:
-            self._experts.load(placement, idle=True, alive=alive)
+        if placement is not None and not self._load(placement, alive, stands):
+            return None
         self._lost_kv.offer(order.lost_kv)
         seconds = time.monotonic() - began
         while True:
@@ -52,6 +57,26 @@ class RankMembership:
             else:
                 done = pb.Regrouped(generation=order.generation, load_seconds=seconds)
                 return pb.FromRank(regrouped=done)
+
+    def _load(self, placement: Placement, alive: Callable[[], None], stands: Callable[[], bool]) -> bool:
+        """Reads experts; again for some seconds if files cannot be read: storage may fail for a moment.
+
+        Returns: False if the order stands no more. Raises: as regroup().
+        """
+        until = time.monotonic() + READ_SECONDS
+        while self._experts is not None:
+            try:
+                self._experts.load(placement, idle=True, alive=alive)
+                break
+            except CheckpointError as error:
+                if time.monotonic() > until:
+                    raise
+                log.warning("%s; reading again in %g s", error, AGAIN_SECONDS)
+            time.sleep(AGAIN_SECONDS)
+            alive()
+            if not stands():
+                return False
+        return True
 
     def enter(self, generation: int, live: Collection[int], placement: Placement | None) -> None:
         """Begins a generation with these ranks. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import shutil
 import signal
@@ -16,6 +17,7 @@ from grpc import StatusCode
 from grpc.aio import AioRpcError
 
 from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.ranks import process
 from tests.support.losing import ASKED, NEW, RANKS, WAIT, Losing, losing, run_all, seen
 from tests.support.models.perturbed import perturbed
 from tests.support.ranks.fatal_add_rank import FATAL
@@ -200,3 +202,53 @@ async def test_weights_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(AioRpcError, match="its files hold other weights now than the ranks have loaded"):
             await running
         await lost.server.engine.lost.wait()
+
+
+async def test_a_checkpoint_that_is_gone_ends_the_server(tmp_path: Path) -> None:
+    """Experts of a lost rank cannot be read, now or by other processes. The status names the file."""
+    path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    async with losing(model__path=str(path)) as lost:
+        running = await lost.begun(ASKED, 5)
+        (path / "model.safetensors").unlink()
+        lost.signal(1)
+        with pytest.raises(AioRpcError, match=rf"UNAVAILABLE[^$]*{path}.*model\.safetensors") as caught:
+            await running
+        assert caught.value.code() is StatusCode.UNAVAILABLE
+        await lost.server.engine.lost.wait()
+
+
+async def test_a_file_that_cannot_be_read_for_a_moment_costs_no_rank(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    async with losing(model__path=str(path)) as lost:
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        group, running = lost.group(), await lost.begun(ASKED, 5)
+        pids = set(group.pids)
+        (path / "model.safetensors").rename(path / "away")
+        lost.signal(1)
+        await lost.until(lambda: lost.server.engine._delivery.down)
+        await asyncio.sleep(1.0)  # until the others read in vain; they read again for longer
+        (path / "away").rename(path / "model.safetensors")
+        assert [seen(output) for output in await running] == expected
+        await lost.recovered(1)
+        assert lost.group() is group and len(pids & set(group.pids)) == RANKS - 1
+
+
+async def test_a_start_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need a new process in the place of the lost one. The host has none for a moment."""
+    async with losing(resilience__spare_slots="0", resilience__standby=0) as lost:
+        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        group, running = lost.group(), await lost.begun(ASKED, 5)
+        pids, start, failures = set(group.pids), process.subprocess.Popen, [1, 2, 3]
+
+        def unlucky(*given: Any, **how: Any) -> Any:
+            if failures:
+                failures.pop()
+                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+            return start(*given, **how)
+
+        monkeypatch.setattr(process.subprocess, "Popen", unlucky)
+        lost.signal(2)
+        assert [seen(output) for output in await running] == expected
+        await lost.recovered(1)
+        assert not failures
+        assert lost.group() is group and len(pids & set(group.pids)) == RANKS - 1

@@ -231,9 +231,7 @@ def test_an_error_ends_what_other_threads_would_read(tiny: Get) -> None:
     assert len(begun) <= 2, begun  # the second may have begun before anybody saw the error
 
 
-def test_cpu_ranks_hold_one_expert_of_each_thread_beside_their_slots(
-    tiny: Get, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_ranks_read_one_expert_at_a_time(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     path, flushed = str(tiny("qwen3_moe").path), list[int]()
     held = [[EMPTY] * SLOTS] * read_spec(path).num_layers
     params = LoadParams(path, 0, (), "float32", held=held, compute=NativeCompute(1), threads=2)

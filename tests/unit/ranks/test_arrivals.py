@@ -30,7 +30,7 @@ async def test_a_process_that_does_not_start_is_tried_again(monkeypatch: pytest.
         await made.join([2])
     made.arrivals.weights_changed()
     assert made.takes(Sign(Kind.EXIT, 2, RankLost("another one")))  # not one that was to join
-    assert not made.arrivals._failed and not made.out
+    assert "another one" not in made.arrivals.why([2]) and not made.out
     made.wanted |= {2}
     made.bring_back()
     await asyncio.sleep(0.05)

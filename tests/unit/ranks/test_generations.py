@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from ep_server.errors import StartupError, Unavailable
+from ep_server.errors import CheckpointError, ConfigError, StartupError, Unavailable
 from ep_server.orders import OrderDone
+from ep_server.ranks import arrivals
+from ep_server.ranks.signs import Kind, Sign
 from ep_server.records import LossCause
 from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
@@ -226,14 +228,60 @@ async def test_a_rank_that_was_lost_often_long_ago_returns() -> None:
 
 
 async def test_without_a_new_process_all_ranks_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def replace(*_: Any, **__: Any) -> Process:
+    tried: list[int] = []
+
+    async def replace(rank: int, *_: Any, **__: Any) -> Process:
+        tried.append(rank)
         raise OSError("no process")
 
     board, hosts, made = four_ranks()
     monkeypatch.setattr(hosts, "replace", replace)
+    monkeypatch.setattr(arrivals, "AGAIN_SECONDS", 0.001)
     lose(board, 1, 2)
-    with pytest.raises(StartupError, match="no process can be started as rank 1: no process"):
+    with pytest.raises(StartupError, match="no processes take the places of lost ranks; rank 1: no process"):
         await made.restart(lambda rank: [])
+    assert tried == [1] * arrivals.MOST_STARTS and set(board.processes) == {0, 3}
+    await made.stop()
+
+
+async def test_a_start_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has no process or descriptor for a moment."""
+    board, hosts, made = four_ranks()
+    monkeypatch.setattr(arrivals, "AGAIN_SECONDS", 0.001)
+    replace, failures = hosts.replace, [OSError("no process")] * 3
+
+    async def unlucky(*given: Any, **how: Any) -> Process:
+        if failures:
+            raise failures.pop()
+        return await replace(*given, **how)
+
+    monkeypatch.setattr(hosts, "replace", unlucky)
+    lose(board, 1, 2)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: [rank]))
+    await until(lambda: len(hosts.started) == 2)
+    board.ready |= {rank: ready(rank) for rank in (1, 2)}
+    board.heard.set()
+    restarted = await asyncio.wait_for(restarting, 30)
+    assert restarted.kept == {0, 3} and made.live == {0, 1, 2, 3}
+    await made.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "starts"), [(CheckpointError("/model: gone"), 2), (ConfigError("model.path", 1, "2"), 1)]
+)
+async def test_a_checkpoint_that_cannot_be_read_ends_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, error: StartupError, starts: int
+) -> None:
+    board, hosts, made = four_ranks()
+    monkeypatch.setattr(arrivals, "AGAIN_SECONDS", 0.001)
+    lose(board, 1, 2)
+    restarting = asyncio.ensure_future(made.restart(lambda rank: []))
+    for number in range(starts):
+        await until(lambda number=number: len(hosts.started) == 2 + number)
+        assert made.takes(Sign(Kind.OWN_ERROR, 2, error))
+        board.heard.set()
+    with pytest.raises(type(error), match=str(error)):
+        await asyncio.wait_for(restarting, 30)
     await made.stop()
 
 
