@@ -15,7 +15,7 @@ from dataclasses import replace
 from ep_server.cluster.link import Link
 from ep_server.cluster.node_group import GroupOrder
 from ep_server.config import Config
-from ep_server.errors import EpServerError, InvalidArgument
+from ep_server.errors import CheckpointError, ConfigError, EpServerError, InvalidArgument
 from ep_server.ranks.group import GroupPlan, local_ranks, plan_group
 from ep_server.ranks.hosts import WORKER, LocalRanks, ended, spawn_here, standby_pool
 from ep_server.ranks.messages import one_line
@@ -50,8 +50,8 @@ class Agent:
         kind = message.WhichOneof("kind")
         if kind == "plan":
             order = message.plan
-            nodes, version = tuple(order.nodes), order.weights_version
-            self._plan(GroupOrder(order.group, nodes, order.weights_path, version))
+            weights = order.weights_path, order.weights_version, order.weights_files
+            self._plan(GroupOrder(order.group, tuple(order.nodes), *weights))
         elif kind == "end_ranks":
             self._end(message.end_ranks.group)
         elif kind in ("rank_frame", "rank_signal", "spawn"):
@@ -159,9 +159,14 @@ class GroupRanks:
 
     async def _spawn(self, plan: GroupPlan, spawn: pb.Spawn) -> None:
         callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit)
-        weights = self._order.weights_version
         agreed = replace(plan, kv_blocks=spawn.kv_blocks)
-        local = LocalRanks(self._config, agreed, self._module, weights=weights)
+        local = LocalRanks(
+            self._config,
+            agreed,
+            self._module,
+            weights=self._order.weights_version,
+            files=self._order.weights_files,
+        )
         try:
             await spawn_here(local, callbacks, self._started, self._standby if spawn.urgent else None)
         except (EpServerError, OSError) as error:
@@ -171,8 +176,8 @@ class GroupRanks:
 
     def _fail(self, what: str, error: Exception) -> None:
         log.error("this node %s: %s", what, error)
-        message = f"{what}: {one_line(error)}"
-        self._link.send(failed=pb.Failed(group=self._order.number, message=message))
+        message, unfit = f"{what}: {one_line(error)}", isinstance(error, CheckpointError | ConfigError)
+        self._link.send(failed=pb.Failed(group=self._order.number, message=message, unfit=unfit))
 
     def _started(self, process: RankProcess) -> None:
         self._processes[process.rank] = process

@@ -16,7 +16,14 @@ from dataclasses import replace
 from ep_server.cluster.leader import Leader
 from ep_server.cluster.node_group import NodeGroup
 from ep_server.config import Config
-from ep_server.errors import EpServerError, InternalError, StartupError, WrongState
+from ep_server.errors import (
+    CheckpointError,
+    ConfigError,
+    EpServerError,
+    InternalError,
+    StartupError,
+    WrongState,
+)
 from ep_server.orders import OrderDone, RankOrder
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import GroupState, RankListener, Restarted
@@ -160,6 +167,15 @@ class LiveGroup:
         """Whether it has started and none of it is lost."""
         return bool(self.ready) and not self.events.failed and not self.hosts.lost_nodes
 
+    @property
+    def unfit_node(self) -> int | None:
+        """The node whose files or options are why the group did not start, if they are."""
+        sign = self.ranks.failed
+        if sign is None:
+            return self.hosts.unfit_node
+        unfit = isinstance(sign.error, CheckpointError | ConfigError)
+        return self._numbers[sign.rank] // self.hosts.config.parallel.ranks if unfit else None
+
     def local(self, rank: int) -> int:
         """The number in this group. Raises: InternalError if the rank is absent."""
         if rank not in self._numbers:
@@ -202,7 +218,7 @@ class ClusterRanks:
         self._ending: set[asyncio.Task[None]] = set()
         self._restarting = False
         self._changed = asyncio.Event()
-        self._weights = "", 0
+        self._weights = "", 0, ""
 
     def __repr__(self) -> str:
         return f"ClusterRanks({self._current!r}, prepared={self._prepared!r})"
@@ -211,6 +227,7 @@ class ClusterRanks:
         """As Ranks.start, once all nodes have joined."""
         self._listener = listener
         await self._leader.all_joined()
+        self._weights = "", 0, self._leader.files
         group = self._make()
         ready = await group.start(progress)
         self._adopt(group)
@@ -238,6 +255,9 @@ class ClusterRanks:
             self._adopt(group)
             return Restarted(group.ready)
         except StartupError as error:
+            if node := group.unfit_node if group else None:
+                self._leader.turn_away(node, str(error))
+                raise StartupError(f"node {node} cannot take part: {error}") from error
             self._go_back(group.nodes if group else (), str(error))
             raise
         finally:
@@ -262,7 +282,7 @@ class ClusterRanks:
 
     def use_weights(self, path: str, version: int, files: str = "") -> None:
         """As Ranks.use_weights. A group that is being prepared has others: it starts again."""
-        self._weights = path, version
+        self._weights = path, version, files
         if self._preparing is not None:
             self._preparing.cancel()
             self._changed.set()

@@ -23,6 +23,7 @@ from ep_server.config import LOSS_SECONDS, Config
 from ep_server.errors import InternalError, InvalidArgument, StartupError, Unavailable
 from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Port
+from ep_server.models.identity import files_identity
 from ep_server.ranks.hosts import WORKER, standby_pool, warn_of_unused
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
@@ -46,6 +47,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         self._recovers = config.resilience.on_rank_loss == "recover"
         self._claim: asyncio.Future[Claim] = asyncio.get_running_loop().create_future()
         self._links: dict[int, Link] = {}
+        self.files = ""  # identifies those of this node's checkpoint, once all have joined
         self._refused = ""  # the last refused node, and why
         self._leaving: set[int] = set()  # nodes that got a signal to stop
         self._losses: dict[int, deque[float]] = {}  # by node: when
@@ -86,6 +88,8 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
     async def all_joined(self) -> None:
         """Admits nodes. Returns: once all are here. Raises: StartupError that names those that are not."""
         claim, plan = await asyncio.to_thread(claim_of, self._config)
+        if self._config.model.load_format != "dummy":
+            self.files = await asyncio.to_thread(files_identity, self._config.model.path)
         warn_of_unused(plan)
         self._claim.set_result(claim)
         seconds = self._config.cluster.connect_seconds
@@ -101,10 +105,12 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             raise StartupError(f"{what} did not join within {seconds:g} s{why}") from None
         log.info("all %d nodes have joined", self._place.nodes)
 
-    def group(self, weights: tuple[str, int] = ("", 0), beside: NodeGroup | None = None) -> NodeGroup:
+    def group(
+        self, weights: tuple[str, int, str] = ("", 0, ""), beside: NodeGroup | None = None
+    ) -> NodeGroup:
         """A group of all members, not started. drop() it in the end.
 
-        weights: path and version, as in GroupOrder. beside: the group that serves while this one starts.
+        weights: path, version and files, as in GroupOrder. beside: the group that serves meanwhile.
         """
         self._made += 1
         nodes = self.members

@@ -112,12 +112,14 @@ class GroupOrder:
 
     number: counts the groups of a server. nodes: in rank order; node 0 is the first.
     weights_path, weights_version: "" and 0 for those of each node's own configuration.
+    weights_files: models.identity.files_identity() of node 0's; "" = not checked.
     """
 
     number: int
     nodes: tuple[int, ...]
     weights_path: str = ""
     weights_version: int = 0
+    weights_files: str = ""
 
     def config(self, config: Config, node: int) -> Config:
         """The configuration of a node's ranks: only these nodes exist, without spare slots."""
@@ -160,6 +162,7 @@ class NodeGroup:
         self.planned = False  # all nodes can hold their ranks
         self.kv_blocks = 0
         self.lost_nodes: set[int] = set()
+        self.unfit_node: int | None = None  # whose files or options are why it has no plan
         self._links, self._module, self._least_blocks = links, module, least_blocks
         self._standby = standby
         self._answers: dict[int, asyncio.Future[int]] = {}
@@ -175,8 +178,8 @@ class NodeGroup:
 
     @property
     def weights(self) -> tuple[str, int, str]:
-        """As Hosts.weights. Files are not checked."""
-        return self.order.weights_path, self.order.weights_version, ""
+        """As Hosts.weights."""
+        return self.order.weights_path, self.order.weights_version, self.order.weights_files
 
     def use_weights(self, path: str, version: int, files: str = "") -> None:
         """As Hosts.use_weights: nothing, as each group starts once."""
@@ -193,8 +196,8 @@ class NodeGroup:
             self._remote[node] = RemoteRanks(node, range(first, first + each), link, callbacks, number)
             urgent = self._standby is not None
             link.send(spawn=pb.Spawn(kv_blocks=self.kv_blocks, group=number, urgent=urgent))
-        weights = self.order.weights_version
-        local = LocalRanks(self.config, plan, self._module, weights=weights)
+        _, weights, files = self.weights
+        local = LocalRanks(self.config, plan, self._module, weights=weights, files=files)
         await spawn_here(local, callbacks, started, self._standby)
         for remote in self._remote.values():
             for rank in remote.ranks:
@@ -206,6 +209,7 @@ class NodeGroup:
         if kind == "planned" and answer is not None:
             _answer(answer, message.planned.kv_blocks)
         elif kind == "failed" and answer is not None and not answer.done():
+            self.unfit_node = node if message.failed.unfit else None
             answer.set_exception(StartupError(f"node {node} {message.failed.message}"))
         elif node in self._remote:
             self._remote[node].on_message(message)
@@ -244,6 +248,7 @@ class NodeGroup:
                     nodes=self.order.nodes,
                     weights_version=self.order.weights_version,
                     weights_path=self.order.weights_path,
+                    weights_files=self.order.weights_files,
                 )
             )
         answers = asyncio.gather(*self._answers.values())

@@ -62,7 +62,10 @@ def check_files(checkpoint: Checkpoint, identity: str) -> None:
         and (now := files_stamp(checkpoint)) != stamp
         and _content_now(checkpoint.path, now) != content
     ):
-        allowed = "unchanged while it is served: its files hold other weights now than the ranks have loaded"
+        allowed = (
+            "unchanged while it is served, and alike on all nodes: its files hold other weights now than the "
+            "ranks have loaded"
+        )
         raise ConfigError("model.path", str(checkpoint.path), allowed)
 
 

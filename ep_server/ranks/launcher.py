@@ -81,6 +81,7 @@ class RankProcesses:
         self._started: asyncio.Future[None] | None = None
         self._listener: RankListener | None = None
         self._progress: Callable[[int, str, int, int], None] = lambda *_: None
+        self.failed: Sign | None = None  # why start() raised
         self._first_sign = 0.0  # when
         self._settling: asyncio.TimerHandle | None = None  # until the report of a loss
         self._stopping: asyncio.Task[None] | None = None
@@ -366,6 +367,7 @@ class RankProcesses:
             return
         assert self._started is not None and self._listener is not None
         if not self._started.done():
+            self.failed = sign
             self._started.set_exception(start_error(sign, several=self._several))
         elif self._generations is None or self._generations.over:
             seconds = asyncio.get_running_loop().time() - self._first_sign

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65p_server/v1/nodes.proto\x12\x11\x65p_server.v1.rank\":\n\x06\x42undle\x12\x30\n\x08messages\x18\x01 \x03(\x0b\x32\x1e.ep_server.v1.rank.NodeMessage\"\xde\x05\n\x0bNodeMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.ep_server.v1.rank.HelloH\x00\x12-\n\x07spawned\x18\x02 \x01(\x0b\x32\x1a.ep_server.v1.rank.SpawnedH\x00\x12\x34\n\x0brank_closed\x18\x03 \x01(\x0b\x32\x1d.ep_server.v1.rank.RankClosedH\x00\x12\x34\n\x0brank_exited\x18\x04 \x01(\x0b\x32\x1d.ep_server.v1.rank.RankExitedH\x00\x12+\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x19.ep_server.v1.rank.FailedH\x00\x12\x32\n\nstop_asked\x18\x06 \x01(\x0b\x32\x1c.ep_server.v1.rank.StopAskedH\x00\x12-\n\x07planned\x18\x0c \x01(\x0b\x32\x1a.ep_server.v1.rank.PlannedH\x00\x12)\n\x05spawn\x18\x07 \x01(\x0b\x32\x18.ep_server.v1.rank.SpawnH\x00\x12\x34\n\x0brank_signal\x18\x08 \x01(\x0b\x32\x1d.ep_server.v1.rank.RankSignalH\x00\x12)\n\x05state\x18\t \x01(\x0b\x32\x18.ep_server.v1.rank.StateH\x00\x12%\n\x03\x65nd\x18\n \x01(\x0b\x32\x16.ep_server.v1.rank.EndH\x00\x12\'\n\x04plan\x18\r \x01(\x0b\x32\x17.ep_server.v1.rank.PlanH\x00\x12\x30\n\tend_ranks\x18\x0e \x01(\x0b\x32\x1b.ep_server.v1.rank.EndRanksH\x00\x12/\n\x08released\x18\x0f \x01(\x0b\x32\x1b.ep_server.v1.rank.ReleasedH\x00\x12\x32\n\nrank_frame\x18\x0b \x01(\x0b\x32\x1c.ep_server.v1.rank.RankFrameH\x00\x42\x06\n\x04kind\"O\n\x05Hello\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x12\n\nmodel_json\x18\x04 \x01(\t\"S\n\x04Plan\x12\r\n\x05group\x18\x01 \x01(\x04\x12\r\n\x05nodes\x18\x02 \x03(\r\x12\x17\n\x0fweights_version\x18\x03 \x01(\r\x12\x14\n\x0cweights_path\x18\x04 \x01(\t\"+\n\x07Planned\x12\r\n\x05group\x18\x01 \x01(\x04\x12\x11\n\tkv_blocks\x18\x02 \x01(\x04\"\x19\n\x08\x45ndRanks\x12\r\n\x05group\x18\x01 \x01(\x04\"\n\n\x08Released\"9\n\x05Spawn\x12\x11\n\tkv_blocks\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\x04\x12\x0e\n\x06urgent\x18\x03 \x01(\x08\"&\n\x07Spawned\x12\x0c\n\x04pids\x18\x01 \x03(\r\x12\r\n\x05group\x18\x02 \x01(\x04\"9\n\tRankFrame\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\x04\"9\n\nRankClosed\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\x04\"7\n\nRankExited\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x11\x12\r\n\x05group\x18\x03 \x01(\x04\"9\n\nRankSignal\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\x04\"(\n\x06\x46\x61iled\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\x04\"\x0b\n\tStopAsked\"\x18\n\x05State\x12\x0f\n\x07serving\x18\x01 \x01(\x08\"4\n\x03\x45nd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\x08\x32I\n\x05Nodes\x12@\n\x04Join\x12\x19.ep_server.v1.rank.Bundle\x1a\x19.ep_server.v1.rank.Bundle(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65p_server/v1/nodes.proto\x12\x11\x65p_server.v1.rank\":\n\x06\x42undle\x12\x30\n\x08messages\x18\x01 \x03(\x0b\x32\x1e.ep_server.v1.rank.NodeMessage\"\xde\x05\n\x0bNodeMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.ep_server.v1.rank.HelloH\x00\x12-\n\x07spawned\x18\x02 \x01(\x0b\x32\x1a.ep_server.v1.rank.SpawnedH\x00\x12\x34\n\x0brank_closed\x18\x03 \x01(\x0b\x32\x1d.ep_server.v1.rank.RankClosedH\x00\x12\x34\n\x0brank_exited\x18\x04 \x01(\x0b\x32\x1d.ep_server.v1.rank.RankExitedH\x00\x12+\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x19.ep_server.v1.rank.FailedH\x00\x12\x32\n\nstop_asked\x18\x06 \x01(\x0b\x32\x1c.ep_server.v1.rank.StopAskedH\x00\x12-\n\x07planned\x18\x0c \x01(\x0b\x32\x1a.ep_server.v1.rank.PlannedH\x00\x12)\n\x05spawn\x18\x07 \x01(\x0b\x32\x18.ep_server.v1.rank.SpawnH\x00\x12\x34\n\x0brank_signal\x18\x08 \x01(\x0b\x32\x1d.ep_server.v1.rank.RankSignalH\x00\x12)\n\x05state\x18\t \x01(\x0b\x32\x18.ep_server.v1.rank.StateH\x00\x12%\n\x03\x65nd\x18\n \x01(\x0b\x32\x16.ep_server.v1.rank.EndH\x00\x12\'\n\x04plan\x18\r \x01(\x0b\x32\x17.ep_server.v1.rank.PlanH\x00\x12\x30\n\tend_ranks\x18\x0e \x01(\x0b\x32\x1b.ep_server.v1.rank.EndRanksH\x00\x12/\n\x08released\x18\x0f \x01(\x0b\x32\x1b.ep_server.v1.rank.ReleasedH\x00\x12\x32\n\nrank_frame\x18\x0b \x01(\x0b\x32\x1c.ep_server.v1.rank.RankFrameH\x00\x42\x06\n\x04kind\"O\n\x05Hello\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x12\n\nmodel_json\x18\x04 \x01(\t\"j\n\x04Plan\x12\r\n\x05group\x18\x01 \x01(\x04\x12\r\n\x05nodes\x18\x02 \x03(\r\x12\x17\n\x0fweights_version\x18\x03 \x01(\r\x12\x14\n\x0cweights_path\x18\x04 \x01(\t\x12\x15\n\rweights_files\x18\x05 \x01(\t\"+\n\x07Planned\x12\r\n\x05group\x18\x01 \x01(\x04\x12\x11\n\tkv_blocks\x18\x02 \x01(\x04\"\x19\n\x08\x45ndRanks\x12\r\n\x05group\x18\x01 \x01(\x04\"\n\n\x08Released\"9\n\x05Spawn\x12\x11\n\tkv_blocks\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\x04\x12\x0e\n\x06urgent\x18\x03 \x01(\x08\"&\n\x07Spawned\x12\x0c\n\x04pids\x18\x01 \x03(\r\x12\r\n\x05group\x18\x02 \x01(\x04\"9\n\tRankFrame\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\x04\"9\n\nRankClosed\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\x04\"7\n\nRankExited\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x11\x12\r\n\x05group\x18\x03 \x01(\x04\"9\n\nRankSignal\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\x04\"7\n\x06\x46\x61iled\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\x04\x12\r\n\x05unfit\x18\x03 \x01(\x08\"\x0b\n\tStopAsked\"\x18\n\x05State\x12\x0f\n\x07serving\x18\x01 \x01(\x08\"4\n\x03\x45nd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\x08\x32I\n\x05Nodes\x12@\n\x04Join\x12\x19.ep_server.v1.rank.Bundle\x1a\x19.ep_server.v1.rank.Bundle(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=844
   _globals['_HELLO']._serialized_end=923
   _globals['_PLAN']._serialized_start=925
-  _globals['_PLAN']._serialized_end=1008
-  _globals['_PLANNED']._serialized_start=1010
-  _globals['_PLANNED']._serialized_end=1053
-  _globals['_ENDRANKS']._serialized_start=1055
-  _globals['_ENDRANKS']._serialized_end=1080
-  _globals['_RELEASED']._serialized_start=1082
-  _globals['_RELEASED']._serialized_end=1092
-  _globals['_SPAWN']._serialized_start=1094
-  _globals['_SPAWN']._serialized_end=1151
-  _globals['_SPAWNED']._serialized_start=1153
-  _globals['_SPAWNED']._serialized_end=1191
-  _globals['_RANKFRAME']._serialized_start=1193
-  _globals['_RANKFRAME']._serialized_end=1250
-  _globals['_RANKCLOSED']._serialized_start=1252
-  _globals['_RANKCLOSED']._serialized_end=1309
-  _globals['_RANKEXITED']._serialized_start=1311
-  _globals['_RANKEXITED']._serialized_end=1366
-  _globals['_RANKSIGNAL']._serialized_start=1368
-  _globals['_RANKSIGNAL']._serialized_end=1425
-  _globals['_FAILED']._serialized_start=1427
-  _globals['_FAILED']._serialized_end=1467
-  _globals['_STOPASKED']._serialized_start=1469
-  _globals['_STOPASKED']._serialized_end=1480
-  _globals['_STATE']._serialized_start=1482
-  _globals['_STATE']._serialized_end=1506
-  _globals['_END']._serialized_start=1508
-  _globals['_END']._serialized_end=1560
-  _globals['_NODES']._serialized_start=1562
-  _globals['_NODES']._serialized_end=1635
+  _globals['_PLAN']._serialized_end=1031
+  _globals['_PLANNED']._serialized_start=1033
+  _globals['_PLANNED']._serialized_end=1076
+  _globals['_ENDRANKS']._serialized_start=1078
+  _globals['_ENDRANKS']._serialized_end=1103
+  _globals['_RELEASED']._serialized_start=1105
+  _globals['_RELEASED']._serialized_end=1115
+  _globals['_SPAWN']._serialized_start=1117
+  _globals['_SPAWN']._serialized_end=1174
+  _globals['_SPAWNED']._serialized_start=1176
+  _globals['_SPAWNED']._serialized_end=1214
+  _globals['_RANKFRAME']._serialized_start=1216
+  _globals['_RANKFRAME']._serialized_end=1273
+  _globals['_RANKCLOSED']._serialized_start=1275
+  _globals['_RANKCLOSED']._serialized_end=1332
+  _globals['_RANKEXITED']._serialized_start=1334
+  _globals['_RANKEXITED']._serialized_end=1389
+  _globals['_RANKSIGNAL']._serialized_start=1391
+  _globals['_RANKSIGNAL']._serialized_end=1448
+  _globals['_FAILED']._serialized_start=1450
+  _globals['_FAILED']._serialized_end=1505
+  _globals['_STOPASKED']._serialized_start=1507
+  _globals['_STOPASKED']._serialized_end=1518
+  _globals['_STATE']._serialized_start=1520
+  _globals['_STATE']._serialized_end=1544
+  _globals['_END']._serialized_start=1546
+  _globals['_END']._serialized_end=1598
+  _globals['_NODES']._serialized_start=1600
+  _globals['_NODES']._serialized_end=1673
 # @@protoc_insertion_point(module_scope)

@@ -59,16 +59,18 @@ class Hello(_message.Message):
     def __init__(self, node: _Optional[int] = ..., version: _Optional[str] = ..., config_json: _Optional[str] = ..., model_json: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("group", "nodes", "weights_version", "weights_path")
+    __slots__ = ("group", "nodes", "weights_version", "weights_path", "weights_files")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FILES_FIELD_NUMBER: _ClassVar[int]
     group: int
     nodes: _containers.RepeatedScalarFieldContainer[int]
     weights_version: int
     weights_path: str
-    def __init__(self, group: _Optional[int] = ..., nodes: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ...) -> None: ...
+    weights_files: str
+    def __init__(self, group: _Optional[int] = ..., nodes: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., weights_files: _Optional[str] = ...) -> None: ...
 
 class Planned(_message.Message):
     __slots__ = ("group", "kv_blocks")
@@ -147,12 +149,14 @@ class RankSignal(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., number: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("message", "group")
+    __slots__ = ("message", "group", "unfit")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    UNFIT_FIELD_NUMBER: _ClassVar[int]
     message: str
     group: int
-    def __init__(self, message: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
+    unfit: bool
+    def __init__(self, message: _Optional[str] = ..., group: _Optional[int] = ..., unfit: _Optional[bool] = ...) -> None: ...
 
 class StopAsked(_message.Message):
     __slots__ = ()

@@ -9,10 +9,11 @@ import asyncio
 import random
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -30,6 +31,7 @@ from tests.support.cluster.asking import asked
 from tests.support.cluster.nodes import DEMO_MODEL, Node, Nodes, nodes
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import Code
+from tests.support.models.perturbed import perturbed
 from tests.support.raw_client import RawClient
 
 WAIT = 120.0
@@ -123,9 +125,9 @@ class Cluster:
         info = await self.client.server_info()
         return psutil.Process(next(rank.pid for rank in info.rank_info if rank.rank == number))
 
-    async def back(self, node: int) -> None:
-        """Starts a node again, until all nodes serve."""
-        self.nodes[node] = await self.made.start(node)
+    async def back(self, node: int, *options: str) -> None:
+        """Starts a node again, until all nodes serve. options: for this one."""
+        self.nodes[node] = await self.made.start(node, *options)
         await self.nodes[node].serving(WAIT)
         await self.live(len(self.nodes))
 
@@ -144,9 +146,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(count: int = 2, *options: str, **values: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    count: int = 2, *options: str, own: Mapping[int, Path] = MappingProxyType({}), **values: Any
+) -> AsyncIterator[Cluster]:
+    """own: checkpoints of single nodes."""
     async with nodes(count=count, options=(*OPTIONS, *options), **values) as made:
-        everyone = [await made.start(node) for node in range(count)]
+        models = {node: ("--model", str(path)) for node, path in own.items()}
+        everyone = [await made.start(node, *models.get(node, ())) for node in range(count)]
         for node in everyone:
             await node.serving(WAIT)
         async with RawClient(everyone[0].address) as client:
@@ -185,6 +191,40 @@ async def test_streams_at_every_node_outlive_a_killed_rank() -> None:
         why = "rank 1 was lost: (killed by SIGKILL|rank 0 lost peer 1 in )"  # its peer may notice first
         await served.until(lambda: served.nodes[0].said(why))
         assert served.times("rank 1 was lost: ") == 1
+
+
+@pytest.mark.parametrize("what", ["changed", "gone"])
+async def test_a_node_whose_files_cannot_be_used_is_left(tmp_path: Path, what: str) -> None:
+    """Node 1 has a copy of its own. It is no use to the others, whose files are as they were."""
+    path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    file = path / "model.safetensors"
+    file.touch()
+    async with cluster(2, own={1: path}) as served:
+        streams = ask(served.client)
+        await streams.begun()
+        if what == "changed":
+            (perturbed(DEMO_MODEL, tmp_path / "other", share=1.0) / file.name).replace(file)
+        else:
+            file.rename(tmp_path / "away")
+        (await served.rank(1)).kill()
+        assert await streams.outputs() == served.expected
+        await served.live(1)
+        assert await served.nodes[1].end() == 1
+        why = {"changed": "its files hold other weights now", "gone": f"{path}.* is there"}[what]
+        for node in served.nodes:
+            assert node.said(why), (node.lines[-10:], node.text[-10:])
+        if what == "gone":
+            (tmp_path / "away").rename(file)
+            await served.back(1, "--model", str(path))
+            assert await ask(served.client).outputs() == served.expected
+
+
+async def test_nodes_do_not_start_with_different_weights(tmp_path: Path) -> None:
+    other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
+    async with nodes(count=2, options=OPTIONS) as made:
+        everyone = [await made.start(0), await made.start(1, "--model", str(other))]
+        assert [await node.end() for node in everyone] == [1, 1]
+        assert everyone[0].said(f"rank 1: model.path = '{other}': must be .* alike on all nodes")
 
 
 async def test_a_server_that_recovered_ends_well() -> None:
