@@ -17,8 +17,8 @@ from ep_server.scheduler.placement import Placement
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 1.0  # before the third start in a row, twice as long before the fourth, ...
-MOST_STARTS, MOST_UNREADABLE = 5, 2  # in a row that fail; as files of the checkpoint cannot be read
+AGAIN_SECONDS = 1.0  # before the third start in a row, longer before each one after it
+MOST_STARTS, MOST_UNREADABLE = 5, 3  # in a row that fail; as files of the checkpoint cannot be read
 
 
 class Arrivals:
@@ -104,7 +104,7 @@ class Arrivals:
                 raise error
         if over:
             raise StartupError(f"no processes take the places of lost ranks{self.why(ranks)}")
-        seconds = AGAIN_SECONDS * (failed - 1)
+        seconds = AGAIN_SECONDS * (failed if unreadable else failed - 1)
         log.warning("starting them again in %g s%s", seconds, self.why(ranks))
         await asyncio.sleep(seconds)
 

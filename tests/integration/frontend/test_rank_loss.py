@@ -217,16 +217,18 @@ async def test_a_checkpoint_that_is_gone_ends_the_server(tmp_path: Path) -> None
         await lost.server.engine.lost.wait()
 
 
-async def test_a_file_that_cannot_be_read_for_a_moment_costs_no_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spare_slots", ["auto", "0"])
+async def test_a_file_that_is_away_for_a_moment_costs_no_rank(tmp_path: Path, spare_slots: str) -> None:
+    """The others read it, or processes that they wait for."""
     path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
-    async with losing(model__path=str(path)) as lost:
+    async with losing(model__path=str(path), resilience__spare_slots=spare_slots) as lost:
         expected = [seen(output) for output in await run_all(lost.client, ASKED)]
         group, running = lost.group(), await lost.begun(ASKED, 5)
         pids = set(group.pids)
         (path / "model.safetensors").rename(path / "away")
         lost.signal(1)
         await lost.until(lambda: lost.server.engine._delivery.down)
-        await asyncio.sleep(1.0)  # until the others read in vain; they read again for longer
+        await asyncio.sleep(1.0)  # until somebody has read in vain; they try again for longer
         (path / "away").rename(path / "model.safetensors")
         assert [seen(output) for output in await running] == expected
         await lost.recovered(1)

@@ -10,7 +10,7 @@ import pytest
 
 from ep_server.engine.engine import EngineState
 from ep_server.engine.observer import RecoveryPhase
-from ep_server.errors import ConfigError, StartupError
+from ep_server.errors import CheckpointError, ConfigError, StartupError
 from ep_server.ranks.protocol import Restarted
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.frontend import Code, failure, next_event, rest, serving
@@ -177,6 +177,30 @@ async def test_errors_that_return_end_the_streams_at_once(failure_of_start: Exce
         why = f"the ranks did not start again: {failure_of_start}"
         assert error.details() == f"rank 0 was lost: exit code -9; {why}"
         assert served.server.engine.lost.is_set()
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+async def test_a_checkpoint_that_stays_unreadable_ends_the_server(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever resilience.max_losses is: it is no loss that other processes make good."""
+    monkeypatch.setattr("ep_server.engine.recovery.AGAIN_SECONDS", 0.001)
+    why = "/model/x.safetensors: shard cannot be read (Input/output error)"
+    ranks = UnluckyRanks(*(CheckpointError(why) for _ in range(failures)))
+    options = {"resilience__on_rank_loss": "recover", "resilience__max_losses": 1000}
+    async with serving(ranks, **options) as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=4)
+        await next_event(call)
+        ranks.kill(0, "exit code -9")
+        if failures < 3:
+            await served.until(lambda: len(served.heard.recovered) == 1)
+            call.cancel()
+            return
+        error = await failure(call)
+        assert error.code() is Code.UNAVAILABLE
+        expected = f"rank 0 was lost: exit code -9; the ranks did not start again: {why}"
+        assert error.details() == expected and served.server.engine.lost.is_set()
 
 
 async def test_a_request_that_waits_for_new_ranks_lost_none() -> None:

@@ -267,7 +267,7 @@ async def test_a_start_that_fails_costs_the_others_nothing(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("error", "starts"), [(CheckpointError("/model: gone"), 2), (ConfigError("model.path", 1, "2"), 1)]
+    ("error", "starts"), [(CheckpointError("/model: gone"), 3), (ConfigError("model.path", 1, "2"), 1)]
 )
 async def test_a_checkpoint_that_cannot_be_read_ends_the_ranks(
     monkeypatch: pytest.MonkeyPatch, error: StartupError, starts: int
