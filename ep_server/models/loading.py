@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import abstractmethod
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -42,7 +41,6 @@ TORCH = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-Opened = TypeVar("Opened")
 
 
 class TensorFiles(Protocol):
@@ -69,15 +67,15 @@ class TensorFiles(Protocol):
         ...
 
 
-class OpenShards(Generic[Opened]):
-    """Each shard is opened when the first tensor of it is loaded, once for all threads.
+class OpenShards:
+    """Descriptors of shards. Each is opened when the first tensor of it is loaded, once for all threads.
 
     A context: they are closed behind it.
     """
 
     def __init__(self) -> None:
         self._closing = ExitStack()
-        self._open: dict[Path, Opened] = {}
+        self._open: dict[Path, int] = {}
         self._opening = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -88,29 +86,16 @@ class OpenShards(Generic[Opened]):
     ) -> None:
         self._closing.close()
 
-    def shard(self, file: Path) -> Opened:
-        """An open shard. Raises: what open_shard() raises."""
+    def shard(self, file: Path) -> int:
+        """The descriptor of an open shard. Raises: OSError."""
         with self._opening:
             if file not in self._open:
-                self._open[file] = self.open_shard(file, self._closing)
+                self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                self._closing.callback(os.close, self._open[file])
             return self._open[file]
 
-    @abstractmethod
-    def open_shard(self, file: Path, closing: ExitStack) -> Opened:
-        """Opens one. closing: gets what closes it."""
 
-
-class OpenFiles(OpenShards[int]):
-    """Shards as descriptors."""
-
-    def open_shard(self, file: Path, closing: ExitStack) -> int:
-        """The descriptor of a file."""
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        closing.callback(os.close, descriptor)
-        return descriptor
-
-
-class PlainFiles(OpenFiles):
+class PlainFiles(OpenShards):
     """See TensorFiles. Reads into host memory, and copies from there if the device is another one.
 
     Not through mappings: a file that shrinks or a disk that fails would end the process, without an error.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from ep_server.errors import CheckpointError, ConfigError, EpServerError, RankLost, StartupError, Unavailable
-from ep_server.orders import DropChange, PrepareGeneration, SwitchChange
+from ep_server.orders import PrepareGeneration, SwitchChange
 from ep_server.ranks.arrivals import MOST_STARTS, Arrivals
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing, ended
@@ -28,7 +28,7 @@ from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-PREPARE_SECONDS, SWITCH_SECONDS, DROP_SECONDS = 600.0, 60.0, 1.0
+SWITCH_SECONDS = 60.0
 LOOK_SECONDS = 0.02  # between two looks whether the ranks have recovered
 AGAIN_SECONDS, MOST_AGAIN = 1.0, 30  # where ranks do not join: again after 1 s, 2 s, ... 30 s
 
@@ -166,16 +166,13 @@ class Generations:
         except StartupError:
             if not self.arrivals.failures(dead):
                 raise
+
+        def disturbed() -> bool:
+            return bool(board.signs) or not loading <= self.arrivals.loading
+
         while loading & self._without(loading)[0]:
-            await self.arrivals.until(
-                lambda: (
-                    not loading.isdisjoint(board.ready)
-                    or bool(board.signs)
-                    or not loading <= self.arrivals.loading
-                ),
-                loading,
-            )
-            if board.signs or not loading <= self.arrivals.loading:
+            await self.arrivals.until(lambda: not loading.isdisjoint(board.ready) or disturbed(), loading)
+            if disturbed():
                 break
             loading.difference_update(board.ready)
         return set(dead) - loading
@@ -280,13 +277,11 @@ class Generations:
             stale = [rank for rank in ranks if rank in self._board.processes and rank not in there]
             await self.arrivals.end(stale)
             await self._start([rank for rank in ranks if rank not in self._board.processes])
+        asked = set(ranks)
         await self.arrivals.until(
-            lambda: (
-                set(ranks) <= set(self._board.ready) or not set(ranks) <= self.arrivals.loading | self.live
-            ),
-            ranks,
+            lambda: asked <= set(self._board.ready) or not asked <= self.arrivals.loading | self.live, ranks
         )
-        if lost := sorted(set(ranks) - self.arrivals.loading - self.live):
+        if lost := sorted(asked - self.arrivals.loading - self.live):
             raise Unavailable(f"ranks {lost} were lost while they started{self.arrivals.why(lost)}")
         pause = await self.change(joins=ranks)
         await self.let_go(ranks)  # one that was not wanted any more
@@ -324,17 +319,13 @@ class Generations:
                 return bool(self._board.signs) or not self.over
 
             def incomplete() -> bool:
-                return disturbed() or not asked <= self.live | self.arrivals.loading - self.arrivals.ending
+                there = self.live | self.arrivals.loading - self.arrivals.ending
+                return disturbed() or self.live != before or not asked <= there
 
-            try:
-                await self.orders.give(asked, order, PREPARE_SECONDS, incomplete)
-                if incomplete() or self.live != before:
-                    raise Unavailable("a rank was lost meanwhile")
-            except EpServerError:
-                with suppress(EpServerError):
-                    present, drop = asked & (self.live | self.arrivals.loading), DropChange(change)
-                    await self.orders.give(present, drop, DROP_SECONDS, disturbed)
-                raise
+            def present() -> frozenset[int]:
+                return asked & (self.live | self.arrivals.loading)
+
+            await self.orders.prepare(asked, order, incomplete, present, disturbed)
             return await self._switch(change, before, target, placement)
 
     async def _switch(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from ep_server.errors import Unavailable
-from ep_server.orders import OrderDone, RankOrder
+from ep_server.errors import EpServerError, Unavailable
+from ep_server.orders import DropChange, OrderDone, PrepareGeneration, RankOrder
 from ep_server.ranks.board import Board
 from ep_server.ranks.order_messages import order_message
 
+PREPARE_SECONDS, DROP_SECONDS = 600.0, 1.0
 OWN_NUMBERS = 1 << 48  # orders and changes from here on are the launcher's, those below are the engine's
 
 
@@ -47,7 +48,7 @@ class OwnOrders:
     ) -> None:
         """Has ranks carry out an order.
 
-        seconds: without a message of any rank. disturbed: the ranks will not all answer.
+        seconds: in all. disturbed: the ranks will not all answer.
         Raises: Unavailable if one refuses or is lost; StartupError after so many seconds.
         """
         with self.answers(ranks, order) as found:
@@ -58,3 +59,25 @@ class OwnOrders:
             raise Unavailable("a rank was lost meanwhile")
         if refused := [f"rank {rank}: {done.error}" for rank, done in sorted(found.items()) if done.error]:
             raise Unavailable("; ".join(refused))
+
+    async def prepare(
+        self,
+        ranks: Collection[int],
+        order: PrepareGeneration,
+        incomplete: Callable[[], bool],
+        present: Callable[[], Collection[int]],
+        disturbed: Callable[[], bool],
+    ) -> None:
+        """Has ranks prepare a generation; if they do not all, those that are present drop it.
+
+        incomplete: a rank is lost. disturbed: all are about to be regrouped, which drops it too.
+        Raises: as give().
+        """
+        try:
+            await self.give(ranks, order, PREPARE_SECONDS, incomplete)
+            if incomplete():
+                raise Unavailable("a rank was lost meanwhile")
+        except EpServerError:
+            with suppress(EpServerError):
+                await self.give(present(), DropChange(order.change), DROP_SECONDS, disturbed)
+            raise

@@ -19,7 +19,7 @@ from ep_server.backends.gpu.capability import native
 from ep_server.backends.gpu.waiting import await_stream
 from ep_server.errors import InternalError
 from ep_server.models.checkpoint import StoredTensor
-from ep_server.models.loading import TORCH, OpenFiles, unreadable
+from ep_server.models.loading import TORCH, OpenShards, unreadable
 
 BUFFER_BYTES = 4 << 20  # small enough to stay in the processor's cache between read and copy
 BUFFERS = 2  # of each thread: one is read into while the other is copied from
@@ -112,7 +112,7 @@ class NativeReader:
         return wrong
 
 
-class StagedFiles(OpenFiles):
+class StagedFiles(OpenShards):
     """See loading.TensorFiles. Reads only the bytes of loaded tensors, into BUFFERS * buffer_bytes of host
     memory for each loading thread. A context: at its end no copy is in flight, and the files are closed.
     """
