@@ -38,7 +38,7 @@ std::optional<std::pair<size_t, std::string>> read_pieces(
 }  // namespace
 
 void bind_loading(py::module_& m) {
-  py::class_<StagedReader>(m, "StagedReader")
+  py::class_<StagedReader>(m, "StagedReader", py::module_local())  // tests load two modules with it
       .def(py::init(
                [](int device, const std::vector<uintptr_t>& buffers, size_t buffer_bytes, double seconds) {
                  std::vector<std::byte*> addresses;

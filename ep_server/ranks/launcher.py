@@ -129,7 +129,9 @@ class RankProcesses:
 
     async def restart(self, awaited: Callable[[int], Collection[int]]) -> Restarted:
         """As Ranks.restart: goes on without the lost ranks or replaces them. Raises: StartupError."""
-        if self._generations is None or self._stopping is not None:
+        if self._stopping is not None:
+            raise StartupError("the ranks were stopped")
+        if self._generations is None:
             raise StartupError("these ranks do not outlive a loss")
         return await self._generations.restart(awaited)
 
