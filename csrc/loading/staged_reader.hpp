@@ -27,7 +27,7 @@ struct FileError {
 // Reads through buffers of pinned memory: while one is copied from, the next is read into. For one thread.
 class StagedReader {
  public:
-  // buffers: buffer_bytes each, the caller's, who keeps them while this lives. seconds: a copy may take.
+  // buffers: of buffer_bytes each; the caller keeps them while this lives. seconds: that a copy may take.
   StagedReader(int device, const std::vector<std::byte*>& buffers, size_t buffer_bytes, double seconds);
   StagedReader(const StagedReader&) = delete;
   ~StagedReader();  // does not wait for copies

@@ -17,7 +17,7 @@ from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import Codes, TensorSource
 from ep_server.records import EMPTY
 
-BATCH_SECONDS = 60.0  # a thread may take to read a batch from a slow disk; else it seems to hang
+BATCH_SECONDS = 60.0  # for a thread to read a batch from a slow disk; one that takes longer counts as hung
 LOOK_SECONDS = 0.25  # between two signs of life while it does
 
 

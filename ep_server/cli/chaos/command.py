@@ -223,7 +223,7 @@ def _requests(draw: random.Random, model: Any, lengths: Lengths, count: int, *, 
 
 
 def _gateway(prefill: AsyncClient, decode: AsyncClient) -> Ask:
-    """Raises: ConfigError without the stubs of VllmEngine."""
+    """Asks as a gateway between both servers. Raises: ConfigError if the extra `doors` is not installed."""
     try:
         module = import_module("ep_server.cli.chaos.gateway")
     except ModuleNotFoundError as error:

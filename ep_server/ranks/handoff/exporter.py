@@ -47,7 +47,7 @@ UNKNOWN_SECONDS = 2.0  # a key may arrive before its request has reached this ra
 LAYER_SECONDS = 0.002  # how often a step is asked which layers it has written
 AGAIN_SECONDS = 0.5  # after a connection that could not be taken
 REMEMBERED = 1024  # keys that ended: refused at once
-REASONS: dict[HoldEnd | None, str] = {  # as a fetcher is told
+REASONS: dict[HoldEnd | None, str] = {  # in the answer to a fetcher
     HoldEnd.FETCHED: "the blocks were fetched already",
     HoldEnd.UNNEEDED: "a decode server said that it does not need the blocks",
     HoldEnd.EXPIRED: "the blocks expired",
