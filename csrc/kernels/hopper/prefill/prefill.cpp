@@ -55,16 +55,14 @@ Prefill::Prefill(int device, const Shape& cache, float scale, void* scratch)
   params_.block_shift = uint32_t(std::countr_zero(block));
   params_.piece_shift = uint32_t(std::countr_zero(piece));
   params_.scale = scale * 1.4426950408889634f;
-  blocks_ = hopper::attribute(cudaDevAttrMultiProcessorCount, device);
+  multiprocessors_ = hopper::attribute(cudaDevAttrMultiProcessorCount, device);
   params_.most_parts = scratch == nullptr ? 1 : kMostParts;
-  params_.counters = static_cast<uint32_t*>(scratch);
-  params_.parts = reinterpret_cast<float*>(static_cast<std::byte*>(scratch) + kCounterBytes);
+  params_.parts = static_cast<float*>(scratch);
 }
 
 uint64_t Prefill::scratch_bytes(int device) {
   const uint64_t units = uint64_t(kMostUnits) * hopper::attribute(cudaDevAttrMultiProcessorCount, device);
-  require(units * sizeof(uint32_t) <= kCounterBytes, "parts", units, "as many as there are counters");
-  return kCounterBytes + units * 2 * kPartFloats * sizeof(float);
+  return units * 2 * kPartFloats * sizeof(float);
 }
 
 void Prefill::run(cudaStream_t stream, const Work& work) const {
@@ -76,10 +74,12 @@ void Prefill::run(cudaStream_t stream, const Work& work) const {
                                                              {kSlice, heads, channels / kSlice, work.tokens},
                                                              {channels * 2, kSlice * 2, work.q_pitch},
                                                              {kSlice, params.group, 1, params.tile_tokens}});
-  const uint64_t tiles = work.tokens / params.tile_tokens + std::min(work.sequences, work.tokens);
-  const uint64_t units = tiles * params.kv_heads * params.most_parts;
+  const uint64_t chunks = std::min(work.sequences, work.tokens);
+  const uint64_t tiles = (work.tokens / params.tile_tokens + chunks) * params.kv_heads;  // at most
+  params.blocks = uint32_t(std::min<uint64_t>(tiles * params.most_parts, multiprocessors_));
   const cuda::OnDevice here(device_);
-  check(start(stream, uint32_t(std::min<uint64_t>(units, blocks_)), latent_, params), "prefill");
+  check(start(stream, latent_, params), "prefill");
+  if (params.most_parts > 1) check(start_join(stream, tiles, params), "join of prefill's parts");
 }
 
 }  // namespace ep::prefill

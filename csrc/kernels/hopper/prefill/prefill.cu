@@ -3,15 +3,12 @@
 // warpgroups multiply 64 rows each. A warpgroup begins the scores of a tile and the sums of the
 // one before, lets the other warpgroup begin its own, and computes the softmax of the scores meanwhile.
 //
-// Blocks that process parts of a context leave maxima, totals and sums in scratch memory. The last one to
-// finish joins them in the order of the parts, so results do not depend on who is last.
+// Blocks that process parts of a context leave maxima, totals and sums in scratch memory for join.cu.
 //
 // Values behind the last position may be NaN and their weights are 0, so both warpgroups clear them in shared
 // memory first. Keys there only make scores that are left out.
-#include <algorithm>
-
 #include "kernels/hopper/common/launch.hpp"
-#include "kernels/hopper/prefill/softmax.cuh"
+#include "kernels/hopper/prefill/results.cuh"
 
 namespace ep::prefill {
 namespace {
@@ -131,8 +128,9 @@ class Multiplier {
     const Turn turn(group_);
     for (uint32_t n = 0; agenda.next(item_); ++n) {
 #pragma unroll
-      for (uint32_t h = 0; h < 2; ++h) position_[h] = int32_t(item_.position + row(h) / p_.group);
-      scale_ = p_.work.k_scale == nullptr ? p_.scale : p_.scale * p_.work.k_scale[item_.head];
+      for (uint32_t h = 0; h < 2; ++h)
+        position_[h] = int32_t(item_.position + row_in_tile(group_, thread_, h) / p_.group);
+      scale_ = scale_of(p_, item_);
       soft_.begin();
       await_phase(&s_.q_full, n & 1);
       begin_scores();
@@ -153,14 +151,14 @@ class Multiplier {
       if (lane_ == 0) arrive(&s_.q_empty);
       begin_sums(item_.first);
       await_sums();
-      if (item_.parts == 1 || (leave_part() && join_parts())) write();
+      if (item_.parts == 1)
+        write();
+      else
+        leave_part();
     }
   }
 
  private:
-  // The row of the tile that holds the thread's row h.
-  __device__ uint32_t row(uint32_t h) const { return group_ * 64 + thread_ / 32 * 16 + lane_ / 4 + h * 8; }
-
   __device__ void begin_scores() {
     await_phase(&s_.of_k.full[k_.stage], k_.parity);
     const uint64_t q = operand(shared_address(s_.q) + group_ * kGroupBytes);
@@ -218,67 +216,25 @@ class Multiplier {
   // Waits for the other threads of the warpgroup.
   __device__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(3 + group_) : "memory"); }
 
-  __device__ float4* part_at(uint32_t unit) const {
-    return reinterpret_cast<float4*>(p_.parts + (uint64_t(unit) * kWarpgroups + group_) * kPartFloats) +
-           thread_;
-  }
-
-  // Stores the warpgroup's part. Returns: whether it was the last one of the tile of rows.
-  __device__ bool leave_part() {
-    float4* to = part_at(item_.unit);
+  // Stores the warpgroup's sums of a part, for join.cu.
+  __device__ void leave_part() const {
+    float4* to = part_at(p_, item_.unit, group_) + thread_;
 #pragma unroll
-    for (uint32_t i = 0; i < kSums / 4; ++i)
+    for (uint32_t i = 0; i < kQuads; ++i)
       to[i * 128] = {soft_.sums[4 * i], soft_.sums[4 * i + 1], soft_.sums[4 * i + 2], soft_.sums[4 * i + 3]};
-    to[kSums / 4 * 128] = {soft_.top[0], soft_.top[1], soft_.total[0], soft_.total[1]};
-    __threadfence();
-    meet();
-    uint32_t* counter = p_.counters + item_.number * kWarpgroups + group_;
-    if (thread_ == 0) {
-      s_.arrived[group_] = atomicAdd(counter, 1);
-      __threadfence();
-    }
-    meet();
-    const bool last = s_.arrived[group_] + 1 == item_.parts;
-    if (last && thread_ == 0) *counter = 0;  // for the next launch
-    return last;
-  }
-
-  // Returns: true.
-  __device__ bool join_parts() {
-    soft_.begin();
-    for (uint32_t part = 0; part < item_.parts; ++part) {
-      const float4* from = part_at(item_.unit - item_.part + part);
-      const float4 rows = __ldcg(from + kSums / 4 * 128);
-      const float2 faded = soft_.join(scale_, {rows.x, rows.y}, {rows.z, rows.w});
-#pragma unroll
-      for (uint32_t i = 0; i < kSums / 4; ++i) {
-        const float4 more = __ldcg(from + i * 128);
-        soft_.sums[4 * i] = __fmaf_rn(soft_.sums[4 * i], soft_.fade[0], more.x * faded.x);
-        soft_.sums[4 * i + 1] = __fmaf_rn(soft_.sums[4 * i + 1], soft_.fade[0], more.y * faded.x);
-        soft_.sums[4 * i + 2] = __fmaf_rn(soft_.sums[4 * i + 2], soft_.fade[1], more.z * faded.y);
-        soft_.sums[4 * i + 3] = __fmaf_rn(soft_.sums[4 * i + 3], soft_.fade[1], more.w * faded.y);
-      }
-    }
-    return true;
+    to[kQuads * 128] = {soft_.top[0], soft_.top[1], soft_.total[0], soft_.total[1]};
   }
 
   __device__ void write() {
-    const uint32_t heads = F::kSlices == 2 ? p_.kv_heads * p_.group : p_.work.row_heads;
-    const float scale = p_.work.v_scale == nullptr ? 1.0f : p_.work.v_scale[item_.head];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      float total = soft_.total[h];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      const float inverse = total == 0 ? 0.0f : scale / total;
-      const uint32_t token = row(h) / p_.group, member = row(h) % p_.group;
-      if (token >= min(item_.tokens, p_.tile_tokens)) continue;
-      const uint64_t at = (uint64_t(item_.row + token) * heads + item_.head * p_.group + member) * kDim;
-      auto* out = static_cast<__nv_bfloat16*>(p_.work.out) + at + lane_ % 4 * 2;
+      __nv_bfloat16* out = row_of(p_, item_, row_in_tile(group_, thread_, h));
+      const float factor = factor_of(p_, item_, soft_.total[h]);
+      if (out == nullptr) continue;
 #pragma unroll
-      for (uint32_t j = 0; j < kDim / 8; ++j)
-        *reinterpret_cast<__nv_bfloat162*>(out + j * 8) = __floats2bfloat162_rn(
-            soft_.sums[4 * j + 2 * h] * inverse, soft_.sums[4 * j + 2 * h + 1] * inverse);
+      for (uint32_t j = 0; j < kQuads; ++j)
+        *reinterpret_cast<__nv_bfloat162*>(out + j * 8 + lane_ % 4 * 2) =
+            __floats2bfloat162_rn(soft_.sums[4 * j + 2 * h] * factor, soft_.sums[4 * j + 2 * h + 1] * factor);
     }
   }
 
@@ -311,8 +267,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     publish_barriers();
   }
   __syncthreads();
-  await_previous_kernel();
-  let_next_kernel_start();  // the next kernel must wait until this one ends before it reads `out`
+  await_previous_kernel();  // The next kernel starts when this one ends: before, it would find room on the
+                            // few idle multiprocessors alone, and stay there.
   if (warp < 4) {
     leave_registers<kLoaderRegisters>();
     if (warp == 0) load_queries_and_keys(p, s, threadIdx.x % 32);
@@ -327,16 +283,16 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 }
 
 template <Form F>
-cudaError_t start_form(cudaStream_t stream, uint32_t blocks, const Params& params) {
+cudaError_t start_form(cudaStream_t stream, const Params& params) {
   constexpr size_t kBytes = sizeof(Shared<F>);
   static_assert(kBytes <= 227 << 10, "a block of Hopper has no more");
-  return hopper::launch(stream, prefill_kernel<F>, {blocks, kThreads, kBytes}, kBytes, params);
+  return hopper::launch(stream, prefill_kernel<F>, {params.blocks, kThreads, kBytes}, kBytes, params);
 }
 
 }  // namespace
 
-cudaError_t start(cudaStream_t stream, uint32_t blocks, bool latent, const Params& params) {
-  return latent ? start_form<Latent>(stream, blocks, params) : start_form<Plain>(stream, blocks, params);
+cudaError_t start(cudaStream_t stream, bool latent, const Params& params) {
+  return latent ? start_form<Latent>(stream, params) : start_form<Plain>(stream, params);
 }
 
 }  // namespace ep::prefill

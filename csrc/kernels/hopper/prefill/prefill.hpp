@@ -16,11 +16,11 @@ inline constexpr uint32_t kRows = 128;       // of a tile: (token, query head of
 inline constexpr uint32_t kPositions = 128;  // of a tile of keys and values
 inline constexpr uint32_t kLeastBlock = 8;   // positions; eight rows are a pattern of the swizzle
 inline constexpr uint32_t kLeastLatentBlock = 16;  // its copies, three for a piece, are one warp's
-inline constexpr uint32_t kMostParts = 16;         // of the context of a tile of rows
+inline constexpr uint32_t kMostParts = 32;         // of the context of a tile of rows
 inline constexpr uint32_t kMostUnits = 3;          // parts of all tiles together, for each block of a launch
-// Scratch of a launch: counters of finished parts, then what each part leaves: for each of its two
-// warpgroups, 64 sums, two maxima and two totals of 128 threads.
-inline constexpr uint64_t kCounterBytes = 4096, kPartFloats = 128 * (64 + 4);
+// What a part leaves in scratch memory for each of its two warpgroups: 64 sums, two maxima and two totals of
+// 128 threads.
+inline constexpr uint64_t kPartFloats = 128 * (64 + 4);
 
 // One layer's cache in bfloat16, and its head counts. Two forms:
 //   plain, rotary null:  k, v [positions, kv_heads, kDim]
@@ -38,7 +38,7 @@ struct Work {
   const void* q;       // [tokens, heads, channels of keys] bfloat16
   uint64_t q_pitch;    // bytes from token to token
   void* out;           // [tokens, row_heads, kDim]; rows of sequences without a chunk are not written
-  uint32_t row_heads;  // in the latent form: of a row of `out`, of which the launch writes the first ones
+  uint32_t row_heads;  // of a row of `out`; in the latent form the launch may write the first ones alone
   const int32_t *query_start, *lengths, *blocks;  // [sequences + 1], [sequences], tables
   uint32_t blocks_pitch;                          // entries from table to table
   uint32_t tokens, sequences;
@@ -55,8 +55,8 @@ struct Params {
   uint32_t tile_tokens;               // tokens of a tile of rows
   uint32_t block_shift, piece_shift;  // log2 of positions of a block, and of what one copy reads of it
   uint32_t most_parts;                // that the context of a tile of rows may be cut into
+  uint32_t blocks;                    // of the launch
   float scale;                        // of the scores, in units of log2
-  uint32_t* counters;                 // zero between launches
   float* parts;
   CUtensorMap rotary;  // in the latent form
 };
@@ -65,23 +65,27 @@ struct Params {
 // scratch must follow each other in a stream or by events.
 class Prefill {
  public:
-  // Does not own memory. scale: of the scores. scratch: scratch_bytes(), zero at first; several layers may
-  // share it. Null: contexts are not cut into parts. Throws std::invalid_argument for unsupported sizes,
-  // std::runtime_error for errors of CUDA.
+  // Does not own memory. scale: of the scores. scratch: scratch_bytes(); several layers may share it. Null:
+  // contexts are not cut into parts. Throws std::invalid_argument for unsupported sizes, std::runtime_error
+  // for errors of CUDA.
   Prefill(int device, const Shape& cache, float scale, void* scratch);
 
   static uint64_t scratch_bytes(int device);
 
-  // Enqueues the kernel without waiting. It waits for the preceding kernels before it reads any argument.
+  // Enqueues the kernel without waiting, and the one that joins parts. They wait for the preceding kernels
+  // before they read any argument.
   void run(cudaStream_t stream, const Work& work) const;
 
  private:
   int device_;
   bool latent_;
-  uint32_t blocks_;  // of a launch, at most
+  uint32_t multiprocessors_;
   Params params_{};
 };
 
-cudaError_t start(cudaStream_t stream, uint32_t blocks, bool latent, const Params& params);
+cudaError_t start(cudaStream_t stream, bool latent, const Params& params);  // prefill.cu
+
+// tiles: of rows, at most.
+cudaError_t start_join(cudaStream_t stream, uint64_t tiles, const Params& params);  // join.cu
 
 }  // namespace ep::prefill

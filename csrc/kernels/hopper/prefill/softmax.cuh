@@ -112,20 +112,6 @@ struct Softmax {
     }
   }
 
-  // Adds another part's maxima and totals. Returns: what to multiply its sums by, as `fade` is for these.
-  __device__ float2 join(float scale, const float (&other_top)[2], const float (&other_total)[2]) {
-    float other_fade[2];
-#pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) {
-      const float most = fmaxf(top[h], other_top[h]), shift = most == -INFINITY ? 0.0f : most * scale;
-      fade[h] = exp2_fast(__fmaf_rn(top[h], scale, -shift));
-      other_fade[h] = exp2_fast(__fmaf_rn(other_top[h], scale, -shift));
-      top[h] = most;
-      total[h] = __fmaf_rn(total[h], fade[h], other_total[h] * other_fade[h]);
-    }
-    return {other_fade[0], other_fade[1]};
-  }
-
   __device__ void round_weights() {
 #pragma unroll
     for (uint32_t i = 0; i < kScores / 2; ++i) {

@@ -40,70 +40,46 @@ struct Shared {
   std::byte q[kKeyBytes], k[F::kStages][kKeyBytes], v[F::kStages][kTileBytes];
   uint64_t q_full, q_empty;
   Ring<F> of_k, of_v;
-  uint32_t arrived[kWarpgroups];  // parts that were finished before this block's, by warpgroup
 };
 
-// A tile of rows, tokens of one chunk for all query heads of one KV head, and a part of the positions that
-// they see.
-struct Item {
-  uint32_t sequence, head;      // head: of keys
-  uint32_t row, tokens;         // the first token's row in the step; tokens from there to the chunk's end
-  uint32_t position;            // of the first token
-  uint32_t last;                // positions that the last token sees
-  uint32_t first, tiles;        // tiles of positions: from `first` to `tiles` - 1
-  uint32_t number, unit, part;  // of the tile of rows; of the part among all parts, and among the tile's
-  uint32_t parts;               // of this tile of rows
+// A tile of rows: tokens of one chunk for all query heads of one KV head.
+struct Rows {
+  uint32_t number;          // among all tiles of rows
+  uint32_t sequence, head;  // head: of keys
+  uint32_t row, tokens;     // the first token's row in the step; tokens from there to the chunk's end
+  uint32_t position;        // of the first token
+  uint32_t last;            // positions that the last token sees
+  uint32_t parts, unit;     // parts of these positions; the number of the first one among all parts
 };
 
-// The items of a block. All warps of a block walk through the same ones. Long items come first, and rounds
-// alternate in direction, so blocks finish at about the same time. Where there are few tiles of rows,
-// contexts are cut into parts, which different blocks process.
-class Agenda {
+// A part of the positions that a tile of rows sees.
+struct Item : Rows {
+  uint32_t first, tiles;  // tiles of positions: from `first` to `tiles` - 1
+};
+
+// The tiles of rows of a launch, and the parts of their contexts: where there are few tiles of rows, contexts
+// are cut into parts, which different blocks process. All 32 threads of a warp call every function.
+class Plan {
  public:
-  __device__ Agenda(const Params& p, uint32_t lane) : p_(p), lane_(lane) {
+  __device__ Plan(const Params& p, uint32_t lane) : p_(p), lane_(lane) {
     uint32_t longest = 0;
     for (uint32_t at = 0; at < p.work.sequences; at += 32) {
       const uint32_t own = tiles(at + lane);
-      if (own != 0) longest = max(longest, uint32_t(p.work.lengths[at + lane]));
+      const uint32_t length = at + lane < p.work.sequences ? p.work.lengths[at + lane] : 0;
+      if (own != 0) longest = max(longest, length);
       total_ += __shfl_sync(~0u, sum(own), 31);
     }
     total_ *= p.kv_heads;
     split_ = best_split((__reduce_max_sync(~0u, longest) + kPositions - 1) / kPositions);
   }
 
-  // The next item of this block. Returns: false if there is none.
-  __device__ bool next(Item& to) {
-    for (;;) {
-      const uint32_t in_round = round_ % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-      to.unit = round_ * gridDim.x + in_round;
-      if (to.unit >= total_ * split_) return false;
-      ++round_;
-      to.number = to.unit / split_, to.part = to.unit % split_;
-      find(to.number, to);
-      const uint32_t all = (to.last + kPositions - 1) / kPositions;
-      to.parts = min(split_, all);
-      if (to.part >= to.parts) continue;  // a short context
-      to.first = all * to.part / to.parts, to.tiles = all * (to.part + 1) / to.parts;
-      return true;
-    }
-  }
+  __device__ uint32_t total() const { return total_; }  // tiles of rows
+  __device__ uint32_t split() const { return split_; }  // parts of a long context
 
- private:
-  // Parts of each context, such that blocks finish soonest. Lane n considers n + 1 parts. Costs are in
-  // quarters of the time of a tile: to leave a part takes about one tile, to join a part a quarter.
-  __device__ uint32_t best_split(uint32_t tiles) const {
-    const uint32_t parts = lane_ + 1, units = total_ * parts;
-    const bool may = parts <= min(p_.most_parts, tiles) && units <= kMostUnits * gridDim.x;
-    const uint32_t rounds = (units + gridDim.x - 1) / gridDim.x, each = (tiles + parts - 1) / parts;
-    uint32_t cost = parts == 1 ? 4 * rounds * each : 4 * rounds * (each + 1) + parts;
-    if (parts != 1 && !may) cost = ~0u >> 5;
-    return (__reduce_min_sync(~0u, cost << 5 | lane_) & 31) + 1;
-  }
-
-  // The number-th tile of rows.
-  __device__ void find(uint32_t number, Item& to) const {
+  // The number-th tile of rows. Long contexts come first.
+  __device__ void find(uint32_t number, Rows& to) const {
     uint32_t tile = (total_ - 1 - number) / p_.kv_heads;
-    to.head = number % p_.kv_heads;
+    to.number = number, to.head = number % p_.kv_heads;
     for (uint32_t at = 0;; at += 32) {
       const uint32_t own = tiles(at + lane_), until = sum(own);
       const uint32_t here = __shfl_sync(~0u, until, 31);
@@ -122,6 +98,19 @@ class Agenda {
     to.row = begin + first, to.tokens = end - to.row;
     to.position = length - (end - begin) + first;
     to.last = to.position + min(to.tokens, p_.tile_tokens);
+    to.parts = min(split_, (to.last + kPositions - 1) / kPositions), to.unit = number * split_;
+  }
+
+ private:
+  // Parts of each context, such that blocks finish soonest. Lane n considers n + 1 parts. To leave a part
+  // takes about as long as a tile of positions, and so does the kernel that joins them.
+  __device__ uint32_t best_split(uint32_t tiles) const {
+    const uint32_t parts = lane_ + 1, units = total_ * parts;
+    const bool may = parts <= min(p_.most_parts, tiles) && units <= kMostUnits * p_.blocks;
+    const uint32_t rounds = (units + p_.blocks - 1) / p_.blocks, each = (tiles + parts - 1) / parts;
+    uint32_t cost = parts == 1 ? rounds * each : rounds * (each + 1) + 1;
+    if (parts != 1 && !may) cost = ~0u >> 5;
+    return (__reduce_min_sync(~0u, cost << 5 | lane_) & 31) + 1;
   }
 
   // Tiles of rows of one KV head.
@@ -142,7 +131,34 @@ class Agenda {
   }
 
   const Params& p_;
-  uint32_t lane_, total_ = 0, split_ = 1, round_ = 0;
+  uint32_t lane_, total_ = 0, split_ = 1;
+};
+
+// The items of a block. All warps of a block walk through the same ones. Long items come first, and rounds
+// alternate in direction, so blocks finish at about the same time.
+class Agenda {
+ public:
+  __device__ Agenda(const Params& p, uint32_t lane) : plan_(p, lane) {}
+
+  // The next item of this block. Returns: false if there is none.
+  __device__ bool next(Item& to) {
+    for (;;) {
+      const uint32_t in_round = round_ % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+      const uint32_t unit = round_ * gridDim.x + in_round, split = plan_.split();
+      if (unit >= plan_.total() * split) return false;
+      ++round_;
+      plan_.find(unit / split, to);
+      const uint32_t all = (to.last + kPositions - 1) / kPositions, part = unit - to.unit;
+      if (part >= to.parts) continue;  // a short context
+      to.unit = unit;
+      to.first = all * part / to.parts, to.tiles = all * (part + 1) / to.parts;
+      return true;
+    }
+  }
+
+ private:
+  Plan plan_;
+  uint32_t round_ = 0;
 };
 
 }  // namespace ep::prefill

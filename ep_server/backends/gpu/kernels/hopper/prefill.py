@@ -176,7 +176,7 @@ def prefill_scratch(device: torch.device) -> torch.Tensor | None:
         return None
     number = torch.cuda.current_device() if device.index is None else device.index
     size: int = native().Prefill.scratch_bytes(device=number)
-    return torch.zeros(size, dtype=torch.uint8, device=device)
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def hopper_prefill(kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor | None) -> HopperPrefill | None:

@@ -26,7 +26,6 @@ from tests.support.triton.paged_case import Heads, PagedCase
 pytestmark = pytest.mark.gpu
 BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.07
 NOPE, ROPE, V_DIM, LATENT = 128, 64, 128, 512
-COUNTERS = 4096  # bytes of scratch that are zero between launches
 Chunks = list[tuple[int, int]]  # (context with the chunk, tokens of the chunk)
 # As a step may have them: single tokens have no rows here.
 MIXED: Chunks = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
@@ -108,12 +107,11 @@ def check(chunks: Chunks, heads: int = 3) -> None:
     case = Case(chunks, heads)
     scratch = prefill_scratch(case.q.device)
     assert scratch is not None
-    scratch[COUNTERS:] = 255  # NaN
+    scratch[:] = 255  # NaN
     case.check(case.run(HopperLatentPrefill(case.kv, SCALE)))
     kernel = HopperLatentPrefill(case.kv, SCALE, scratch)
     parted, again = case.run(kernel), case.run(kernel)
     case.check(parted)
-    assert not scratch[:COUNTERS].any()
     used = case.starts[-1]
     assert torch.equal(parted[:used], again[:used])  # whoever was last
 

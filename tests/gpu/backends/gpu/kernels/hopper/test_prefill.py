@@ -24,7 +24,6 @@ from tests.support.triton.paged_case import Heads, PagedCase
 
 pytestmark = pytest.mark.gpu
 BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.1
-COUNTERS = 4096  # bytes of scratch that are zero between launches
 GQA = (32, 4)
 # (context with the chunk, tokens of the chunk), as a step may have them: single tokens have no rows here.
 MIXED = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
@@ -42,7 +41,7 @@ def check(chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: in
     spec, blocks, lengths = GqaSpec(*heads, 128, SCALE), case.sequences.blocks, case.sequences.lengths
     scratch = prefill_scratch(q.device)
     assert scratch is not None
-    scratch[COUNTERS:] = 255  # NaN
+    scratch[:] = 255  # NaN
     begin = torch.tensor(starts, device="cuda").int()
     whole, parted, again = (torch.full_like(q, NAN) for _ in range(3))
     for kernel, out in (
@@ -52,8 +51,7 @@ def check(chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: in
     ):
         kernel.run(q, begin, Sequences(blocks.int(), lengths.int()), out)
     torch.cuda.synchronize()
-    assert not scratch[:COUNTERS].any()
-    assert torch.equal(parted[: starts[-1]], again[: starts[-1]])  # whoever was last
+    assert torch.equal(parted[: starts[-1]], again[: starts[-1]])
     for out in (whole, parted):
         assert bool(out[starts[-1] :].isnan().all())
         check_rows(case, chunks, starts, heads, q, out)
