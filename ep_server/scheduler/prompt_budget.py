@@ -24,6 +24,9 @@ MARGIN = 0.95  # of a configured budget
 FULL, LEAST_FACTOR = 0.9, 1.5
 GROWTH = 1.25  # rows of a step against those of earlier ones: the model need not hold far beyond them
 LEAST_SHARE = 256  # of the largest step, which prompts get in any case
+# Where no chunk keeps a configured budget, the only prompt runs one token in a step, as a stream does, if it
+# has so few: a second turn behind a long history, say.
+FEW = 64
 BASE_WEIGHT, TOKEN_WEIGHT, PAIR_WEIGHT = 0.1, 0.4, 0.02  # of the latest step in each mean
 OUTLIER = 4.0  # times what was expected: the host was busy
 
@@ -53,6 +56,7 @@ class Room:
     """What is left of a step. tokens, ns: at most so many more. used: rows of the step so far.
 
     token, pair: cost of a row and of a pair. sizes: rows that steps are padded to, ascending; may be empty.
+    slow: a prompt of few tokens runs them one by one.
     """
 
     tokens: int
@@ -61,9 +65,15 @@ class Room:
     token: float = 0.0
     pair: float = 0.0
     sizes: Sequence[int] = ()
+    slow: bool = False
 
-    def fit(self, start: int) -> int:
-        """Tokens that a prompt may run behind `start` computed ones; at least 1 if there is room at all."""
+    def fit(self, start: int, whole: int) -> int:
+        """Tokens that a prompt may run behind `start` computed ones; at least 1 if there is room at all.
+
+        whole: tokens that it had to run at first.
+        """
+        if self.slow and whole <= FEW:
+            return min(self.tokens, 1)
         if self.ns == math.inf or not self.tokens:
             return self.tokens
         # pair / 2 * n^2 + (token + pair * start) * n = ns
@@ -146,9 +156,9 @@ class PromptBudget:
         free = measured and (held_up < prompts or (first is not None and first.continues))
         if not asked or not held_up or free:
             return streams, Room(self.limits.max_step_tokens - singles)
-        return streams, self._beside_streams(singles)
+        return streams, self._beside_streams(singles, alone=prompts == 1)
 
-    def _beside_streams(self, singles: int) -> Room:
+    def _beside_streams(self, singles: int, *, alone: bool) -> Room:
         left, asked = self.limits.max_step_tokens - singles, self.limits.itl_budget_ns
         least, base = min(left, self._least), _nearest(self._base, max(singles, 1))
         most = min(left, max(least, self._grown(singles)))
@@ -159,7 +169,7 @@ class PromptBudget:
             whole, smallest = AUTO_FACTOR * base, _nearest(self._smallest, max(singles, 1)) or 0.0
             spare = (whole if smallest < FULL * whole else LEAST_FACTOR * smallest) - base
         if spare < least * self._token:  # prompts must go on, however slowly
-            return Room(least)
+            return Room(least, slow=alone and asked != AUTO_BUDGET)
         return Room(most, spare, singles, self._token, self._pair, self.limits.step_sizes)
 
     def _grown(self, singles: int) -> int:

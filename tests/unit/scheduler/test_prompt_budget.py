@@ -67,7 +67,7 @@ def prompt_beside_streams(
     steps, at, noises, sizes = [], 0, cycle((1.0, 1.02, 0.98, 1.01, 0.99)), budget.limits.step_sizes
     while at < length:
         _, room = budget.room(streams(singles), sequence(99), 1, 0)
-        count = min(room.fit(at), length - at)
+        count = min(room.fit(at, length), length - at)
         rows = next((size for size in sizes if size >= singles + count), singles + count)
         took = time(rows, count * (at + count / 2)) * next(noises)
         budget.ran(RanStep(int(took), rows, singles, count), chunk(at, count, singles))
@@ -110,6 +110,30 @@ def test_prompts_go_on_where_streams_alone_exceed_it():
     assert {count for count, _ in prompt_beside_streams(budget, 640, gpu)} == {16}
 
 
+@pytest.mark.parametrize(
+    ("asked", "tokens", "prompts", "counts"),
+    [
+        (1 * MS, 64, 1, {1}),
+        (1 * MS, 65, 1, {1, 16}),
+        (1 * MS, 40, 2, {8, 16}),  # one by one, prompts would queue up
+        (40 * MS, 40, 1, {40}),
+        (AUTO_BUDGET, 40, 1, {40}),
+    ],
+)
+def test_a_prompt_of_few_tokens_runs_as_a_stream_where_no_chunk_keeps_a_configured_budget(
+    asked, tokens, prompts, counts
+):
+    budget = learned(limits_of(asked), gpu)
+    for _ in range(3):
+        prompt_beside_streams(budget, 64, gpu)
+    taken, at = set(), 0
+    while at < tokens:
+        _, room = budget.room(streams(STREAMS), sequence(99), prompts, 0)
+        taken.add(count := min(room.fit(at, tokens), tokens - at))
+        at += count
+    assert taken == counts
+
+
 @pytest.mark.parametrize(("sizes", "counts"), [((), (130, 130, 130)), (SIZES, (20, 12, 12))])
 def test_a_prompt_beside_one_stream_does_not_crawl(sizes, counts):
     """Its smallest step takes four times as long as one of the stream alone."""
@@ -145,36 +169,36 @@ def test_who_may_not_be_held_up(budget, began, since, prompts, elsewhere, whole)
     model = learned(limits_of(budget), gpu)
     count, room = model.room(streams(STREAMS, began), sequence(99, since), prompts, elsewhere)
     assert count == (STREAMS if budget != AUTO_BUDGET or began < since else 0)
-    assert (room.fit(0) == 4096 - STREAMS) == whole
+    assert (room.fit(0, 4096) == 4096 - STREAMS) == whole
 
 
 def test_without_streams_a_step_is_full():
-    assert learned(limits_of(), gpu).room([], sequence(99), 1, 0)[1].fit(0) == 4096
+    assert learned(limits_of(), gpu).room([], sequence(99), 1, 0)[1].fit(0, 4096) == 4096
 
 
 def test_other_ranks_streams_count_without_own_ones():
-    assert learned(limits_of(), gpu).room([], sequence(99), 1, 3)[1].fit(0) < 4096
+    assert learned(limits_of(), gpu).room([], sequence(99), 1, 3)[1].fit(0, 4096) < 4096
 
 
 def test_room_ends_with_its_time():
     room = Room(tokens=1000, ns=100.0, used=10, token=1.0)
-    assert room.fit(0) == 100
+    assert room.fit(0, 4096) == 100
     room.take(0, 60)
-    assert room.fit(0) == 40
+    assert room.fit(0, 4096) == 40
     room.take(0, 40)
     assert room.tokens == 0
 
 
 def test_room_fills_a_padded_step():
     room = Room(tokens=1000, ns=100.0, used=10, token=1.0, sizes=(64, 100, 128))
-    assert room.fit(0) == 90  # 110 rows would be padded to 128
+    assert room.fit(0, 4096) == 90  # 110 rows would be padded to 128
     room.take(0, 90)
-    assert room.fit(0) == 10  # nothing smaller is left
+    assert room.fit(0, 4096) == 10  # nothing smaller is left
 
 
 def test_attention_makes_later_chunks_smaller():
     room = Room(tokens=1000, ns=100.0, token=1.0, pair=0.01)
-    assert 1 <= room.fit(1000) < room.fit(100) < room.fit(0) < 100
+    assert 1 <= room.fit(1000, 4096) < room.fit(100, 4096) < room.fit(0, 4096) < 100
 
 
 def test_a_long_prompt_beside_a_stream_is_cut():
