@@ -28,11 +28,13 @@ CUDA_SOURCES = [
     "csrc/bindings/nvlink.cpp",
     "csrc/bindings/prefill.cpp",
     "csrc/bindings/products.cpp",
+    "csrc/bindings/shares.cpp",
     "csrc/exchange/nvlink/group.cpp",
     "csrc/kernels/hopper/experts/experts.cpp",
     "csrc/kernels/hopper/mla/mla.cpp",
     "csrc/kernels/hopper/prefill/prefill.cpp",
     "csrc/kernels/hopper/products/products.cpp",
+    "csrc/kernels/hopper/shares/shares.cpp",
     "csrc/loading/staged_reader.cpp",
     "csrc/exchange/nvlink/peer_memory.cpp",
 ]

@@ -1,11 +1,11 @@
 """What stands between the query-key-value product and the output product of a layer, on one Hopper GPU.
 
-    python3 benchmarks/gpu_hopper_attention.py --batch 32,64,128,256 --context 256 [--configs]
+    python3 benchmarks/gpu_hopper_attention.py --batch 32,64,128,256 --context 256 [--longest 0,16384]
 
 One kernel (csrc/kernels/hopper/attention) beside Triton's two, norm, rotation and cache write, then
 attention: behind the product, in graphs replayed in turn, caches rotated past L2; the product's own time is
 taken off. Results are compared first. Microseconds, median of replays; bound: keys and values at 4.5 TB/s.
---configs: other ways to launch ours.
+--longest: the context of the last sequence, 0 = as the others. --configs: other ways to launch ours.
 """
 
 from __future__ import annotations
@@ -36,20 +36,24 @@ BLOCK, LONGEST, NUM_SMS, WARM_UPS = 16, 4096, 132, 5
 
 
 class Case:
-    """Sequences of one length, their blocks in no order, and as many caches as pass L2."""
+    """Sequences of one length, but for the last, their blocks in no order, and caches that pass L2."""
 
-    def __init__(self, batch: int, context: int) -> None:
-        held = -(-context // BLOCK)
-        self.batch, self.context = batch, context
-        self.sets = max(4, min(16, int(1.5e9 / (batch * held * BLOCK * 4 * DIM * SPEC.kv_heads))))
-        size = (batch * held, BLOCK, SPEC.kv_heads, DIM)
+    def __init__(self, batch: int, context: int, longest: int) -> None:
+        contexts = [context] * (batch - 1) + [longest or context]
+        held = [-(-each // BLOCK) for each in contexts]
+        self.batch, self.name = batch, f"batch {batch}, context {context}" + f", {longest}" * (longest > 0)
+        self.bytes = sum(held) * BLOCK * 4 * DIM * SPEC.kv_heads
+        self.sets = max(4, min(16, int(1.5e9 / self.bytes)))
+        size = (sum(held), BLOCK, SPEC.kv_heads, DIM)
         self.caches = [
             PagedKv(KvLayer(*(torch.randn(size, device="cuda", dtype=BF16) for _ in "kv"), DIM))
             for _ in range(self.sets)
         ]
-        blocks = torch.randperm(batch * held, device="cuda").int().view(batch, held)
-        lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-        slots = (blocks[:, -1] * BLOCK + (context - 1) % BLOCK).int()
+        tables = torch.randperm(sum(held), device="cuda").int().split(held)
+        blocks = torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True)
+        lengths = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+        ends = torch.stack([table[-1] for table in tables])
+        slots = (ends * BLOCK + (lengths - 1) % BLOCK).int()
         none = torch.zeros(batch, dtype=torch.int32, device="cuda")
         positions = lengths - 1
         self.step = StepTensors(
@@ -59,7 +63,7 @@ class Case:
         self.weight = torch.randn(width, HIDDEN, device="cuda", dtype=BF16) * 0.02
         self.x = torch.randn(batch, HIDDEN, device="cuda", dtype=BF16)
         self.norm = HeadNorm(torch.ones(SPEC.heads + SPEC.kv_heads, DIM, device="cuda", dtype=BF16), 1e-6)
-        angles = torch.rand(context + 1, DIM // 2, device="cuda") * 6.3
+        angles = torch.rand(max(contexts) + 1, DIM // 2, device="cuda") * 6.3
         self.turns = torch.stack((angles.cos(), angles.sin()), -1)
         self.out = torch.empty(batch, SPEC.heads, DIM, device="cuda", dtype=BF16)
         self.kernels = [HopperAttention(kv, SPEC, self.turns, self.norm) for kv in self.caches]
@@ -75,11 +79,11 @@ class Case:
         self.layer(q, kv, AttentionRule(SPEC.scale), self.out)
 
     def hopper(self, config: LaunchConfig) -> Callable[[int], None]:
-        step = HopperAttentionStep(self.step, SPEC.heads, config)
+        step = HopperAttentionStep(self.step, SPEC, config)
         return lambda which: self.kernels[which].run(self.product(which), step, self.out)
 
     def bound(self) -> float:
-        return self.batch * self.context * SPEC.kv_heads * 2 * DIM * 2 / RATE * 1e6
+        return self.bytes / RATE * 1e6
 
 
 def timed(graphs: dict[str, torch.cuda.CUDAGraph], sets: int) -> dict[str, float]:
@@ -107,22 +111,21 @@ def compare(case: Case, configs: dict[str, LaunchConfig]) -> None:
     base = times.pop("product")
     shown = "  ".join(f"{name} {time - base:.1f}" for name, time in times.items())
     print(
-        f"batch {case.batch}, context {case.context}: {shown}  bound {case.bound():.1f}"
-        f"  (product alone {base:.1f})",
+        f"{case.name}: {shown}  bound {case.bound():.1f}  (product alone {base:.1f})",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = arguments(__doc__, batch="32,64,128,256", context="256")
+    parser = arguments(__doc__, batch="32,64,128,256", context="256", longest="0")
     parser.add_argument("--configs", action="store_true")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
-    for context, batch in itertools.product(given.context, given.batch):
-        configs = {"hopper": launch_config_for(batch, SPEC.kv_heads, NUM_SMS, LONGEST)}
+    for context, longest, batch in itertools.product(given.context, given.longest, given.batch):
+        configs = {"hopper": launch_config_for(batch, SPEC.kv_heads, NUM_SMS)}
         if given.configs:
             configs |= {f"teams of {team}": LaunchConfig(team, NUM_SMS) for team in (1, 2, 4, 8)}
-        compare(Case(batch, context), configs)
+        compare(Case(batch, context, longest), configs)
 
 
 if __name__ == "__main__":

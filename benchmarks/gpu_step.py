@@ -55,10 +55,14 @@ class Case(NamedTuple):
 
 
 def cases_of(given: argparse.Namespace) -> list[Case]:
-    """Every batch, then every chunk beside the largest one."""
+    """Every batch, then every chunk beside the largest one. A chunk of one token is one more sequence."""
     most = max(given.batch)
     buckets = buckets_with_chunks(running(given), MOST)
-    chunks = [Case(most, chunk, buckets[bisect_left(buckets, most + chunk)]) for chunk in given.chunks]
+    padded = [
+        running(given) if chunk == 1 else buckets[bisect_left(buckets, most + chunk)]
+        for chunk in given.chunks
+    ]
+    chunks = [Case(most, chunk, bucket) for chunk, bucket in zip(given.chunks, padded, strict=True)]
     return [*(Case(batch, 0, batch) for batch in given.batch), *chunks]
 
 

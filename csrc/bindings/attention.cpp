@@ -11,31 +11,29 @@
 namespace py = pybind11;
 
 using namespace ep::attention;
+namespace shares = ep::shares;
 using ep::pointer;
 
 void bind_attention(py::module_& m) {
   py::class_<Work>(m, "AttentionWork")
-      .def(py::init([](uint32_t count, uintptr_t positions, uintptr_t slots, uintptr_t lengths,
-                       uintptr_t blocks, uint32_t blocks_pitch, uintptr_t sums, uintptr_t stats) {
+      .def(py::init([](uint32_t count, const shares::Shares& shares, uintptr_t blocks, uint32_t blocks_pitch,
+                       uintptr_t sums, uintptr_t stats) {
              return Work{nullptr,
                          0,
                          0,
                          0,
                          count,
-                         pointer<int32_t>(positions),
-                         pointer<int32_t>(slots),
-                         pointer<int32_t>(lengths),
+                         shares,
                          pointer<int32_t>(blocks),
                          blocks_pitch,
                          nullptr,
                          pointer<float>(sums),
                          pointer<float>(stats)};
            }),
-           py::kw_only(), py::arg("count"), py::arg("positions"), py::arg("slots"), py::arg("lengths"),
-           py::arg("blocks"), py::arg("blocks_pitch"), py::arg("sums"), py::arg("stats"));
+           py::kw_only(), py::arg("count"), py::arg("shares"), py::arg("blocks"), py::arg("blocks_pitch"),
+           py::arg("sums"), py::arg("stats"));
   py::class_<LaunchConfig>(m, "AttentionLaunchConfig")
-      .def(py::init<uint32_t, uint32_t, uint32_t>(), py::kw_only(), py::arg("team"), py::arg("blocks"),
-           py::arg("splits"));
+      .def(py::init<uint32_t, uint32_t>(), py::kw_only(), py::arg("team"), py::arg("blocks"));
   py::class_<Attention>(m, "Attention")
       .def(py::init([](int device, uintptr_t k, uintptr_t v, uint64_t positions, uint32_t kv_heads,
                        uint32_t group, uint32_t block_size, uintptr_t norm, uintptr_t turns, float eps,

@@ -219,9 +219,9 @@ class GpuDecoder:
         if not wanted or not len(step.singles):
             return None
         assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
-        sizes = len(step.singles), spec.kv_heads, kernels.num_sms, kernels.longest
+        sizes = len(step.singles), spec.kv_heads, kernels.num_sms
         config = launch_config_for(*sizes, mixed=step.chunks is not None)
-        return HopperAttentionStep(step, spec.heads, config)
+        return HopperAttentionStep(step, spec, config)
 
     def _latent(self, step: StepTensors) -> HopperMlaStep | None:
         spec, kernels, count = self._spec.attention, self._kernels, len(step.singles)

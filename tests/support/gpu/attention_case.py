@@ -103,10 +103,9 @@ class Case:
         return HopperAttention(self.kv, self.spec, self.table, self.norm)
 
     def run(self, config: LaunchConfig, qkv: torch.Tensor | Partial | None = None) -> torch.Tensor:
-        step = HopperAttentionStep(self.step, self.spec.heads, config)
-        if step.workspace is not None:
-            step.workspace.sums.fill_(NAN)
-            step.workspace.stats.fill_(NAN)
+        step = HopperAttentionStep(self.step, self.spec, config)
+        step.shares.sums.fill_(NAN)
+        step.shares.stats.fill_(NAN)
         out = torch.full((len(self.lengths), self.spec.heads, DIM), NAN, device="cuda", dtype=BF16)
         self.kernel().run(self.qkv if qkv is None else qkv, step, out)
         return out

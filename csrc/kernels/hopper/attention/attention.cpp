@@ -47,12 +47,9 @@ void Attention::run(cudaStream_t stream, const Work& work, const LaunchConfig& c
   require(std::has_single_bit(config.team) && config.team <= kWarps, "team", config.team,
           "a power of two up to " + std::to_string(kWarps));
   require(config.blocks >= 1, "blocks", config.blocks, "at least 1");
-  require(config.splits >= 1 && config.splits <= kMostSplits, "splits", config.splits,
-          "1 to " + std::to_string(kMostSplits));
   if (work.count == 0) return;
   Params params = params_;
   params.work = work;
-  params.splits = config.splits;
   const cuda::OnDevice here(device_);
   check(start(stream, config.team, config.blocks, params), "attention");
 }

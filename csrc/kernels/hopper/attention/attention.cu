@@ -1,21 +1,18 @@
 // Attention of one token per sequence. A team of one to eight of a block's warps takes one item at a time:
-// (sequence, KV head, part of the context). Each warp takes every n-th tile of 16 positions and has its own
+// (share of a context, KV head). Each warp takes every n-th tile of 16 positions and has its own
 // ring of tiles. It requests its next tile, also that of its next item, as soon as it has used one. Warps
 // synchronise only at the start and end of an item, when other teams use the memory bandwidth.
 //
 // The token's own key and value come from the projections. Every item normalises and rotates its queries. The
 // item with the last position also writes key and value to the cache and into its tile. Attention waits for
 // that, so a warp requests its first tiles during this work. Lengths and tables belong to the step, not to
-// the preceding kernel, and are read before waiting for it. Parts of a context leave unnormalised sums, which
-// another kernel joins (kernels/triton/paged_decode.py, with the same arithmetic: softmax by exp2, running
-// maximum).
-#include <cuda_bf16.h>
-
+// the preceding kernel, and are read before waiting for it. The arithmetic is that of
+// kernels/triton/paged_decode.py: softmax by exp2, running maximum.
 #include <algorithm>
 
 #include "kernels/hopper/attention/attention.hpp"
 #include "kernels/hopper/attention/new_token.cuh"
-#include "kernels/hopper/attention/tile_products.cuh"
+#include "kernels/hopper/attention/results.cuh"
 #include "kernels/hopper/attention/work_items.cuh"
 #include "kernels/hopper/common/launch.hpp"
 
@@ -23,51 +20,6 @@ namespace ep::attention {
 namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
-
-// Joins the results of a team in its first warp. Half of the warps give theirs to the other half, repeatedly.
-// In the second round a warp writes where it has read itself.
-template <uint32_t kSize>
-__device__ inline void join(SoftmaxWords* joined, const Team<kSize>& team, Softmax& mine, uint32_t lane) {
-  SoftmaxWords* words = joined + team.number * (kSize / 2);
-#pragma unroll
-  for (uint32_t half = kSize / 2; half != 0; half /= 2) {
-    const auto of = [&](uint32_t giver) -> SoftmaxWords& {
-      return words[half == kSize / 2 ? giver - half : giver];
-    };
-    if (team.member >= half && team.member < 2 * half) of(team.member).keep(mine, lane);
-    team.meet();
-    if (team.member < half) of(team.member + half).add_to(mine, lane);
-  }
-}
-
-// Writes the result. Called by the team's first warp. A thread has channel lane / 4 of every eight, for two
-// heads.
-__device__ inline void leave(const Params& p, const Item& item, const Softmax& mine, uint32_t lane) {
-  const size_t row = size_t(item.sequence) * p.heads + item.head * p.cache.group;
-  if (p.splits == 1) {
-    float inverse[2];
-#pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) inverse[h] = mine.total[h] == 0 ? 0.0f : 1.0f / mine.total[h];
-    auto* out = static_cast<__nv_bfloat16*>(p.work.out) + (row + lane / 4) * kDim + lane % 4 * 2;
-#pragma unroll
-    for (uint32_t c = 0; c < kDim / 8; ++c) {  // transposed: two channels of head lane / 4
-      const float* sums = mine.sums[c / 2] + c % 2 * 2;
-      const uint32_t both = transpose(pack(sums[0] * inverse[0], sums[1] * inverse[1]));
-      if (lane / 4 < p.cache.group) *reinterpret_cast<uint32_t*>(out + c * 8) = both;
-    }
-    return;
-  }
-#pragma unroll
-  for (uint32_t h = 0; h < 2; ++h) {
-    const uint32_t member = lane % 4 * 2 + h;
-    if (member >= p.cache.group) continue;
-    const size_t part = (row + member) * p.splits + item.split;
-#pragma unroll
-    for (uint32_t c = 0; c < kDim / 8; ++c)
-      p.work.sums[part * kDim + c * 8 + lane / 4] = mine.sums[c / 2][c % 2 * 2 + h];
-    if (lane < 4) *reinterpret_cast<float2*>(p.work.stats + part * 2) = float2{mine.top[h], mine.total[h]};
-  }
-}
 
 template <uint32_t kSize>
 __device__ inline void attend(const Params& p, const Shared<kSize>& shared, uint32_t warp, uint32_t lane) {
@@ -84,8 +36,10 @@ __device__ inline void attend(const Params& p, const Shared<kSize>& shared, uint
   }
   __syncwarp();
   Place place;
+  if (agenda.count == 0) await_previous_kernel();  // the next kernel relies on it
   for (uint32_t n = 0; n < agenda.count; ++n) {
-    const Item item = prepare(p, agenda, n, team, rows, lane, [&] {
+    const Item item = agenda.item(n);
+    prepare(p, item, team, rows, lane, [&] {
       for (uint32_t stage = 0; n == 0 && stage < kRing; ++stage) tiles.ask(stage);
     });
     Queries queries;
@@ -103,8 +57,12 @@ __device__ inline void attend(const Params& p, const Shared<kSize>& shared, uint
       tiles.ask(place.stage);
     }
     softmax.finish();
-    join(shared.joined, team, softmax, lane);
-    if (team.member == 0) leave(p, item, softmax, lane);
+    join_team(shared.joined, team, softmax, lane);
+    if (item.of == 1) {
+      if (team.member == 0) write(p, item, softmax, lane);
+    } else if (leave_share(p, shared, item, team, softmax, lane)) {
+      join_shares(p, item, team, lane);
+    }
   }
 }
 
@@ -123,8 +81,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
 template <uint32_t kSize>
 cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
   constexpr size_t kBytes = Shared<kSize>::kBytes;
-  // Every block has an item, so every block waits for the preceding kernel.
-  const uint32_t items = params.work.count * params.cache.kv_heads * params.splits;
+  const uint32_t items = params.work.shares.most * params.cache.kv_heads;  // at most
   return launch(stream, attend_kernel<kSize>, {std::min(items, blocks), kWarps * 32, kBytes}, kBytes, params);
 }
 

@@ -7,12 +7,13 @@
 
 #include <cstdint>
 
+#include "kernels/hopper/shares/shares.hpp"
+
 namespace ep::attention {
 
 inline constexpr uint32_t kDim = 128;      // channels of a head
 inline constexpr uint32_t kTile = 16;      // positions that a warp processes at a time; blocks are multiples
 inline constexpr uint32_t kMostGroup = 8;  // query heads of a KV head: the narrow side of a product
-inline constexpr uint32_t kMostSplits = 64;
 inline constexpr uint32_t kTileBytes = 2 * kTile * kDim * 2;  // keys and values
 inline constexpr uint32_t kWarps = 8;                         // per block; one block per multiprocessor
 inline constexpr uint32_t kRing = 3;                          // tiles that a warp is loading or using
@@ -32,23 +33,26 @@ struct Rule {
 };
 
 // Arguments of one launch: device addresses, 16-byte aligned except the int32 ones. Sequences of length 0 are
-// padding and give zeros. Tables must cover lengths, `turns` must cover positions, and slots must be inside
-// the cache: the device does not check this. A negative slot stores nothing. An invalid block reads an
-// arbitrary part of the cache.
+// padding and give zeros. Tables and `turns` must cover lengths, which count the token itself, and slots must
+// be inside the cache: the device does not check this. A negative slot stores nothing. An invalid block reads
+// an arbitrary part of the cache.
 struct Work {
   const void* qkv;       // [count, (heads + 2 kv_heads) kDim] bfloat16, rows `pitch` elements apart, or, with
   uint64_t pitch, part;  // parts > 0, so many float32 sums, `part` elements apart, rounded once added up
   uint32_t parts, count;
-  const int32_t *positions, *slots, *lengths, *blocks;  // lengths with the token's own; blocks: tables
-  uint32_t blocks_pitch;  // entries from table to table; all of them may be read
+  shares::Shares shares;  // of `count` sequences in tiles of kTile, for all kv_heads and the launch's teams
+  const int32_t* blocks;  // tables
+  uint32_t blocks_pitch;  // entries from table to table
   void* out;              // [count, heads, kDim] bfloat16
-  float *sums, *stats;  // with splits > 1: [count, heads, splits, kDim] unnormalised, [.., 2] maximum and sum
+  // Of contexts that are cut: [pairs, group, kDim] unnormalised sums, [pairs, group, 2] maximum and total;
+  // pairs: shares::kMostPairs * teams.
+  float *sums, *stats;
 };
 
-// Chosen for each launch. team: warps that share an item, a power of two up to kWarps. blocks: upper bound;
-// blocks divide the items among themselves. splits: parts that each context is cut into.
+// Chosen for each launch. team: warps that take an item together, a power of two up to kWarps. blocks: upper
+// bound; their teams divide the items among themselves.
 struct LaunchConfig {
-  uint32_t team, blocks, splits;
+  uint32_t team, blocks;
 };
 
 // Arguments of the kernel.
@@ -57,7 +61,7 @@ struct Params {
   Shape cache;
   Rule rule;
   Work work;
-  uint32_t heads, splits, block_shift;
+  uint32_t heads, block_shift;
 };
 
 // One layer's cache as the copy engine reads it. For one device, on any stream, with any number of launches
@@ -68,8 +72,8 @@ class Attention {
   // CUDA.
   Attention(int device, const Shape& cache, const Rule& rule);
 
-  // Enqueues the kernel without waiting. It may read lengths, tables, slots and positions as soon as the
-  // preceding kernel lets it start. So the preceding kernels must not write them, back to and including the
+  // Enqueues the kernel without waiting. It may read shares and tables as soon as the preceding kernel lets
+  // it start. So the preceding kernels must not write them, back to and including the
   // nearest one that waits itself before it lets the next one start: all kernels before that one have ended.
   // A projection is such a kernel (hopper/products.py, and the library's).
   void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;

@@ -84,15 +84,12 @@ __device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&fr
 }
 
 // Prepares the queries and, if the item has the newest position, its key and value. Each warp of the team
-// prepares some. None of the loads needs the item's length, so all are in flight together. meanwhile() is
-// called then.
+// prepares some. meanwhile() is called while their loads are in flight.
 template <uint32_t kSize, class Meanwhile>
-__device__ inline Item prepare(const Params& p, Agenda<kSize>& agenda, uint32_t n, const Team<kSize>& team,
-                               std::byte* rows, uint32_t lane, const Meanwhile& meanwhile) {
+__device__ inline void prepare(const Params& p, const Item& item, const Team<kSize>& team, std::byte* rows,
+                               uint32_t lane, const Meanwhile& meanwhile) {
   constexpr uint32_t kRows = (kValue + kSize) / kSize;  // per warp, at most
   const uint32_t group = p.cache.group, kv_heads = p.cache.kv_heads, channel = lane * 4;
-  Item item = agenda.begin(n);
-  float4 turns;
   Four mine[kRows]{};
   uint2 weights[kRows]{};
   size_t from[kRows];
@@ -108,12 +105,9 @@ __device__ inline Item prepare(const Params& p, Agenda<kSize>& agenda, uint32_t 
     if (p.rule.norm != nullptr && row != kValue && wanted[i])
       weights[i] = *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(p.rule.norm) + from[i]);
   }
+  const float4 turns = static_cast<const float4*>(p.rule.turns)[size_t(item.position()) * (kDim / 4) + lane];
   await_previous_kernel();
-  fetch(p.work, item.sequence, from, wanted, mine, [&] {
-    item = agenda.item(n);
-    turns = reinterpret_cast<const float4*>(p.rule.turns)[size_t(item.position) * (kDim / 4) + lane];
-    meanwhile();
-  });
+  fetch(p.work, item.sequence, from, wanted, mine, meanwhile);
 #pragma unroll
   for (uint32_t i = 0; i < kRows; ++i) {
     const uint32_t row = team.member + i * kSize;
@@ -130,7 +124,6 @@ __device__ inline Item prepare(const Params& p, Agenda<kSize>& agenda, uint32_t 
                              (size_t(item.slot) * kv_heads + item.head) * kDim)[lane] = rounded;
   }
   team.meet();
-  return item;
 }
 
 // Writes the newest key and value into their tile, and zeros for values behind them, because 0 * NaN is NaN.

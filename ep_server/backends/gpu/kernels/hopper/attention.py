@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ep_server.backends.gpu.capability import native, runs_hopper_kernels
-from ep_server.backends.gpu.kernels.triton.launch import expect, expect_range
+from ep_server.backends.gpu.kernels.hopper.shares import ContextShares
+from ep_server.backends.gpu.kernels.triton.launch import expect
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_decode import MAX_SPLITS, Workspace, join
 from ep_server.backends.gpu.kernels.triton.partial import Partial, operand
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm
 from ep_server.backends.gpu.step_input import StepTensors
@@ -23,7 +23,7 @@ from ep_server.errors import InternalError
 from ep_server.models.families.spec import GqaSpec
 
 _DIM, _MOST_GROUP, _LEAST_BLOCK, _PIECE = 128, 8, 16, 16
-_LEAST_SPLIT = 256  # positions
+_TILE = 16  # positions
 _WARPS = 8  # per block
 
 
@@ -31,49 +31,55 @@ _WARPS = 8  # per block
 class LaunchConfig:
     """The configuration of a launch.
 
-    team: warps that share a (sequence, KV head, split): 1, 2, 4 or 8 (the whole block). blocks: upper bound,
-    one per multiprocessor. splits: parts that each context is cut into.
+    team: warps that process a (share of a context, KV head): 1, 2, 4 or 8 (the whole block). blocks: upper
+    bound, one per multiprocessor. least: positions of a share, if there are several.
     """
 
     team: int
     blocks: int
-    splits: int = 1
+    least: int = 512
+
+    @property
+    def teams(self) -> int:
+        """That work at the same time."""
+        return self.blocks * (_WARPS // self.team)
 
 
 class HopperAttentionStep:
     """The state that all layers of a step share for its single tokens, which are its first rows."""
 
-    def __init__(self, step: StepTensors, heads: int, config: LaunchConfig) -> None:
-        """config: see launch_config_for(). Raises: InternalError for another shape, dtype or layout."""
+    def __init__(self, step: StepTensors, spec: GqaSpec, config: LaunchConfig) -> None:
+        """Enqueues the cuts of contexts on the current stream; can be captured.
+
+        Args:
+            config: see launch_config_for().
+        Raises: InternalError for another shape, dtype or layout.
+        """
         count = self.count = len(step.singles)
-        positions, blocks = step.positions[:count], step.blocks[:count]
-        slots, lengths = step.singles.slots, step.singles.lengths
-        expect_range("splits", config.splits, 1, MAX_SPLITS)
-        for name, each in (("positions", positions), ("slots", slots), ("lengths", lengths)):
+        blocks, slots, lengths = step.blocks[:count], step.singles.slots, step.singles.lengths
+        for name, each in (("slots", slots), ("lengths", lengths)):
             expect(name, each, torch.int32, (count,))
         expect("blocks", blocks, torch.int32, (count, None), pitch=True)
-        pitch = blocks.stride(0) if count > 1 else blocks.shape[1]  # a single row has any stride
-        if pitch < blocks.shape[1]:  # the kernel may read a whole row before lengths are known
-            raise InternalError(f"blocks: {pitch} entries from row to row, must be {blocks.shape[1]} or more")
-        self.config, self.workspace = config, None
-        if config.splits > 1:
-            self.workspace = Workspace.of(count, heads, config.splits, _DIM, lengths.device)
-        module, room = native(), self.workspace
+        module, kv_heads = native(), spec.kv_heads
+        self.shares = ContextShares(
+            lengths,
+            slots,
+            kv_heads=kv_heads,
+            group=spec.heads // kv_heads,
+            dim=_DIM,
+            teams=config.teams,
+            tile=_TILE,
+            least=-(-config.least // _TILE),
+        )
         self.work = module.AttentionWork(
             count=count,
-            positions=positions.data_ptr(),
-            slots=slots.data_ptr(),
-            lengths=lengths.data_ptr(),
+            shares=self.shares.native,
             blocks=blocks.data_ptr(),
-            blocks_pitch=pitch,
-            sums=0 if room is None else room.sums.data_ptr(),
-            stats=0 if room is None else room.stats.data_ptr(),
+            blocks_pitch=blocks.stride(0),
+            sums=self.shares.sums.data_ptr(),
+            stats=self.shares.stats.data_ptr(),
         )
-        self.native_config = module.AttentionLaunchConfig(
-            team=config.team,
-            blocks=config.blocks,
-            splits=config.splits,
-        )
+        self.native_config = module.AttentionLaunchConfig(team=config.team, blocks=config.blocks)
         self._held = step  # keeps its tensors alive
 
 
@@ -139,8 +145,6 @@ class HopperAttention:
             parts=0 if rows.dtype is torch.bfloat16 else given.parts,
             out=out.data_ptr(),
         )
-        if step.workspace is not None:
-            join(step.workspace, out)
 
 
 def hopper_attention(
@@ -174,24 +178,13 @@ def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
     return next((text for applies, text in limits if applies), "")
 
 
-def launch_config_for(
-    sequences: int, kv_heads: int, num_sms: int, longest: int, *, mixed: bool = False
-) -> LaunchConfig:
+def launch_config_for(sequences: int, kv_heads: int, num_sms: int, *, mixed: bool = False) -> LaunchConfig:
     """One team for each (sequence, KV head), all at once, if the warps of all multiprocessors are enough.
-
-    longest: context, tokens. Contexts are cut only if the number of (sequence, KV head) is below half of the
-    multiprocessors: with short contexts, the kernel that joins the parts takes longer than cutting saves.
-    The number of parts is a power of two, because Triton compiles the joining kernel for each number. The
-    buckets of sequences, which run before there is traffic, cover all of them.
 
     Args:
         mixed: chunks of prompts may be among the sequences. Then only the device knows how many run one
-          token, and a long context might get few warps, so each gets all warps of a block.
+          token, so each gets all warps of a block.
     """
-    items = max(sequences * kv_heads, 1)
-    most = max(min(num_sms // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
-    splits = 1 << most.bit_length() - 1
-    if mixed:
-        return LaunchConfig(_WARPS, num_sms, splits)
-    each = -(-items * splits // max(num_sms, 1))  # per multiprocessor; num_sms is 0 if interpreted
-    return LaunchConfig(max(_WARPS >> (each - 1).bit_length(), 1), num_sms, splits)
+    each = -(-sequences * kv_heads // max(num_sms, 1))  # per multiprocessor; num_sms is 0 if interpreted
+    team = _WARPS if mixed else max(_WARPS >> (max(each, 1) - 1).bit_length(), 1)
+    return LaunchConfig(team, num_sms)

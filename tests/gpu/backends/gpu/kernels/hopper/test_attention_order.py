@@ -69,7 +69,7 @@ class OneLayer:
         for step, x, out in zip(steps, normed, self.out, strict=True):
             qkv = self.product(x)
             after_each()
-            self.kernel.run(qkv, HopperAttentionStep(step, self.case.spec.heads, self.config), out)
+            self.kernel.run(qkv, HopperAttentionStep(step, self.case.spec, self.config), out)
             after_each()
 
     def run(self, layer: Callable[[list[StepTensors]], None]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -87,7 +87,7 @@ class OneLayer:
 
 @pytest.mark.parametrize(
     "config",
-    [LaunchConfig(1, 132), LaunchConfig(8, 132, 5), LaunchConfig(4, 132), LaunchConfig(2, 3)],
+    [LaunchConfig(1, 132), LaunchConfig(8, 132, 16), LaunchConfig(4, 132), LaunchConfig(2, 3)],
     ids=str,
 )
 def test_steps_right_behind_each_other(config: LaunchConfig) -> None:

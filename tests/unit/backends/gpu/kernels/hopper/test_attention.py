@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from ep_server.backends.gpu import capability
-from ep_server.backends.gpu.graphs import buckets_up_to
 from ep_server.backends.gpu.kernels.hopper.attention import (
     HopperAttention,
     HopperAttentionStep,
     LaunchConfig,
     launch_config_for,
 )
-from ep_server.backends.gpu.kernels.triton.launch import block
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm
 from ep_server.backends.gpu.step_input import Singles, StepTensors
@@ -34,44 +29,13 @@ def cache(size: int = 16, heads: int = 4, dim: int = 128, dtype: torch.dtype = B
     return torch.zeros(3, size, heads, dim, dtype=dtype)
 
 
-def step_of(table: torch.Tensor, count: int, strides: tuple[int, int]) -> StepTensors:
-    """Tables of three blocks that lie in `table`."""
-    row = torch.zeros(count, dtype=torch.int32)
-    blocks = table.as_strided((count, 3), strides)
-    return StepTensors(row, row, row, row, row, blocks, row, Singles(row, row), None, None, row)
-
-
 @pytest.mark.parametrize(
-    ("sequences", "longest", "wanted"),
-    [
-        (1, 320, LaunchConfig(8, 132, 1)),
-        (1, 4096, LaunchConfig(8, 132, 16)),
-        (1, 1 << 20, LaunchConfig(8, 132, 32)),
-        (3, 4096, LaunchConfig(8, 132, 8)),
-        (16, 4096, LaunchConfig(8, 132, 2)),
-        (32, 4096, LaunchConfig(8, 132, 1)),
-        (33, 4096, LaunchConfig(8, 132, 1)),
-        (34, 4096, LaunchConfig(4, 132, 1)),
-        (66, 4096, LaunchConfig(4, 132, 1)),
-        (67, 4096, LaunchConfig(2, 132, 1)),
-        (133, 4096, LaunchConfig(1, 132, 1)),
-        (256, 4096, LaunchConfig(1, 132, 1)),
-    ],
+    ("sequences", "team"), [(1, 8), (32, 8), (33, 8), (34, 4), (66, 4), (67, 2), (132, 2), (133, 1), (256, 1)]
 )
-def test_contexts_are_cut_where_blocks_are_few(sequences: int, longest: int, wanted: LaunchConfig) -> None:
-    assert launch_config_for(sequences, 4, 132, longest) == wanted
-    assert launch_config_for(sequences, 4, 132, longest, mixed=True) == replace(wanted, team=8)
-
-
-@pytest.mark.parametrize("longest", [320, 4096, 40960, 1 << 20])
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 8, 16])
-@pytest.mark.parametrize("num_sms", [78, 114, 132])
-def test_any_number_of_sequences_is_cut_as_some_bucket_is(num_sms: int, kv_heads: int, longest: int) -> None:
-    """Beside prompts there may be any number; what joins the parts is compiled for those of the buckets."""
-    for most in (3, 24, 200):
-        at_start = {launch_config_for(n, kv_heads, num_sms, longest).splits for n in buckets_up_to(most)}
-        later = {launch_config_for(n, kv_heads, num_sms, longest).splits for n in range(1, most + 1)}
-        assert {block(splits) for splits in later} == {block(splits) for splits in at_start}
+def test_all_teams_work_at_once_if_there_are_enough(sequences: int, team: int) -> None:
+    assert launch_config_for(sequences, 4, 132) == LaunchConfig(team, 132)
+    assert launch_config_for(sequences, 4, 132, mixed=True) == LaunchConfig(8, 132)
+    assert LaunchConfig(team, 132).teams == 132 * 8 // team
 
 
 @pytest.mark.parametrize(
@@ -119,7 +83,7 @@ def test_so_are_tables_and_norms(table: torch.Tensor, weight: torch.Tensor, wron
     ("name", "other"),
     [
         ("slots", torch.zeros(4, dtype=torch.int64)),
-        ("positions", torch.zeros(8, dtype=torch.int32)[::2]),
+        ("slots", torch.zeros(8, dtype=torch.int32)[::2]),
         ("lengths", torch.zeros(4)),
         ("blocks", torch.zeros(4, 3, dtype=torch.int64)),
         ("blocks", torch.zeros(3, 4, dtype=torch.int32).T),
@@ -134,23 +98,4 @@ def test_so_is_a_step_of_other_numbers(name: str, other: torch.Tensor) -> None:
     if name not in ("slots", "lengths"):
         step = replace(step, **{name: other})
     with pytest.raises(InternalError, match=f"^{name}: "):
-        HopperAttentionStep(step, 32, ONE)
-
-
-@pytest.mark.parametrize(
-    ("count", "strides", "pitch"), [(4, (3, 1), 3), (4, (5, 1), 5), (1, (1, 1), 3), (1, (7, 1), 3)]
-)
-def test_all_of_a_tables_row_may_be_read(
-    monkeypatch: pytest.MonkeyPatch, count: int, strides: tuple[int, int], pitch: int
-) -> None:
-    """A single row has any stride, and nothing behind it need be memory."""
-    native = SimpleNamespace(AttentionWork=dict, AttentionLaunchConfig=dict)
-    monkeypatch.setattr(capability, "import_module", lambda _: native)
-    work: Any = HopperAttentionStep(step_of(torch.zeros(20, dtype=torch.int32), count, strides), 32, ONE).work
-    assert work["blocks_pitch"] == pitch and work["count"] == count
-
-
-def test_rows_of_a_table_that_overlap_are_refused() -> None:
-    step = step_of(torch.zeros(20, dtype=torch.int32), 4, (2, 1))
-    with pytest.raises(InternalError, match="blocks: 2 entries from row to row, must be 3 or more"):
-        HopperAttentionStep(step, 32, ONE)
+        HopperAttentionStep(step, QWEN, ONE)
