@@ -166,7 +166,8 @@ class CombineRecvArgs:
 
 class PeerMemory:
     """Zeroed GPU memory that other processes of this host can map."""
-    def __init__(self, device: int, bytes: int) -> None: ...
+    def __init__(self, device: int, bytes: int, seconds: float) -> None:
+        """seconds: for the GPU to zero it."""
     @staticmethod
     def attach(device: int, bytes: int, fd: int) -> PeerMemory: ...
     def export_fd(self) -> int: ...

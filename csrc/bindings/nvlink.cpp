@@ -376,10 +376,8 @@ void bind_nvlink(py::module_& m) {
            py::arg("norm") = cuda::AddNorm{});
 
   py::class_<nvlink::Region>(m, "PeerMemory", "Zeroed GPU memory that other processes of this host can map.")
-      .def(py::init([](int device, uint64_t bytes) {
-             return nvlink::Region::create(device, bytes, cuda::kIdleSeconds);
-           }),
-           py::arg("device"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
+      .def(py::init(&nvlink::Region::create), py::arg("device"), py::arg("bytes"), py::arg("seconds"),
+           py::call_guard<py::gil_scoped_release>(), "seconds: for the GPU to zero it.")
       .def_static(
           "attach",
           [](int device, uint64_t bytes, int fd) {

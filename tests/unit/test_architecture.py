@@ -32,7 +32,15 @@ ALLOWED = {
     "compat": {"errors", "exchange", "_C"},
     "text": {"errors", "records", "models.families"},
     "models": {"errors", "records", "exchange.api", "exchange.quant", "_C"},
-    "backends": {"errors", "records", "exchange.api", "exchange.quant", "models", "_C"},
+    "backends": {
+        "errors",
+        "records",
+        "exchange.api",
+        "exchange.device_wait",
+        "exchange.quant",
+        "models",
+        "_C",
+    },
     "observability": {*FOUNDATION, "engine.observer", "engine.engine"},  # the state of the server
     "engine": {*FOUNDATION, "scheduler", "text", "ranks.protocol"},
     "ranks": {*FOUNDATION, "scheduler", "models", "backends", "exchange", "text", "v1", "_C"},

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ep_server.backends.gpu.waiting import await_device
 from ep_server.errors import InternalError
+from ep_server.exchange.device_wait import await_current
 
 LEAST_OVERLAPPED = 64  # rows; with fewer there is less to hide than reading every weight twice costs
 WARM_UPS = 2  # runs before a capture, in which libraries choose their kernels
@@ -126,7 +126,7 @@ class Graphs:
     def _record(self, key: GraphKey) -> None:
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        await_device(self._device, self._seconds, f"what was run before the capture of {key}")
+        await_current(self._device, self._seconds, f"what was run before the capture of {key}")
         with torch.cuda.graph(graph, pool=pool):
             self._left[key] = self._work(key)
         graph.replay()  # the first one also copies the graph to the device, which takes longer

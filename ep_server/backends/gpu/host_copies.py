@@ -12,8 +12,8 @@ from itertools import chain
 
 import torch
 
-from ep_server.backends.gpu.waiting import await_event, await_stream
 from ep_server.errors import Unavailable
+from ep_server.exchange.device_wait import await_event, await_stream
 
 COPY_SECONDS = 60.0  # a copy waits for no peer but, at most, for steps that end within their own deadlines
 PIECE_BYTES = 1 << 20  # copied at once beside steps, whose own small copies wait for one piece at most

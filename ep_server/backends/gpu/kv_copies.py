@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
-from ep_server.backends.gpu.waiting import STEP_SECONDS, await_device
+from ep_server.backends.gpu.waiting import STEP_SECONDS
 from ep_server.backends.kv_copies import counters_of
 from ep_server.errors import InternalError, StartupError
+from ep_server.exchange.device_wait import await_current
 from ep_server.models.kv_cache import KvCache
 from ep_server.records import KvLoad, KvMoves
 
@@ -150,14 +151,14 @@ class GpuCopies:
         Memory for lists of blocks of every length is allocated too: in traffic that may wait for a step.
         """
         most = min(self.slots, len(self._parts[0]))
-        await_device(self._device, STEP_SECONDS, "the first values of the KV cache")
+        await_current(self._device, STEP_SECONDS, "the first values of the KV cache")
         for stream, staging in ((self._save_stream, self._out), (self._load_stream, self._in)):
             with torch.cuda.stream(stream):
                 for power in range(1, most.bit_length() + 1):
                     block = self._on_device([0] * (1 << power))
                 gather_blocks(self._addresses, block[:1], staging)
                 scatter_blocks(self._addresses, block[:1], staging)
-                await_device(self._device, STEP_SECONDS, "the first copy of a KV block")
+                await_current(self._device, STEP_SECONDS, "the first copy of a KV block")
 
 
 def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -15,8 +15,9 @@ import torch
 
 from ep_server.backends.gpu.capability import native_built
 from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
-from ep_server.backends.gpu.waiting import STEP_SECONDS, Event, await_device, await_event
+from ep_server.backends.gpu.waiting import STEP_SECONDS
 from ep_server.backends.kv_rows import HostMemory, HostSlots, Kind
+from ep_server.exchange.device_wait import IDLE_SECONDS, Event, await_current, await_event, await_stream
 from ep_server.models.kv_cache import KvCache
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class DeviceSlots:
         self.rows = max(1, min(DEVICE_SLOT_BYTES // row_bytes, rows))
         self._slot_bytes, size = self.rows * row_bytes, count * self.rows * row_bytes
         if descriptor < 0:
-            self._memory = _cuda.PeerMemory(device, size)
+            self._memory = _cuda.PeerMemory(device, size, IDLE_SECONDS)
             self.descriptor = self._memory.export_fd()
         else:
             self._memory = _cuda.PeerMemory.attach(device, size, descriptor)
@@ -77,7 +78,7 @@ class GpuRows:
 
     def warm_up(self) -> None:
         """Compiles the kernels, by moving a row onto itself, before anyone uses the cache."""
-        await_device(self._device, STEP_SECONDS, "the first values of the KV cache")
+        await_current(self._device, STEP_SECONDS, "the first values of the KV cache")
         slots, first = self.offer(Kind.PRIVATE, 1, 1), torch.zeros(1, dtype=torch.int64)
         for start in range(min(self.parts, 2)):  # addresses that begin at an odd one are another kernel
             self.read(first, slice(start, None), slots, 0)
@@ -181,7 +182,7 @@ class _Direction:
 
     def await_copies(self) -> None:
         """Until all of them have ended. Raises: InternalError after STEP_SECONDS."""
-        await_event(self.stream.record_event(), STEP_SECONDS, "copies of KV rows")
+        await_stream(self.stream, STEP_SECONDS, "copies of KV rows")
 
     def buffer(self, size: int) -> torch.Tensor:
         """Of this size, which is always the same."""

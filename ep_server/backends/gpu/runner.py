@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -37,9 +38,10 @@ from ep_server.backends.gpu.step_input import (
     prompts_of,
     sampled_slices,
 )
-from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
+from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.errors import InternalError
+from ep_server.exchange.device_wait import await_current, await_event
 from ep_server.models.batch import cut
 from ep_server.models.decoder import DecoderParams, interleave
 from ep_server.models.kv_cache import KvCache
@@ -171,7 +173,7 @@ class GpuRunner:
         run shorter prompts, but as often. possible: see Modes.
         Raises: InternalError if the device does not finish one.
         """
-        shape = self._inputs[0].shape
+        shape, await_work = self._inputs[0].shape, partial(await_current, self._device, self._seconds)
         self.graphs.record_modes(possible)
         for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
             blocks = len(self._params.kv_cache.layers[0].k)
@@ -179,16 +181,16 @@ class GpuRunner:
             for normal in {*possible(size), *possible(size // 2 + 1)}:
                 self._forward([self._inputs[0].fill(batch, {}, copy=size == 2)], GraphKey(0, normal=normal))
                 # It may wait for slower ranks, so its input must still be there.
-                self._await(f"prompts of {batch.num_tokens} rows")
+                await_work(f"prompts of {batch.num_tokens} rows")
         for given in self._inputs:  # nothing of what was run so far
             given.fill(StepBatch((), 0), {}, shape.tokens)
         singles = buckets_up_to(shape.sequences)
         for key in [GraphKey(rows, normal=normal) for rows in singles for normal in possible(rows)]:
             if key not in self.graphs:
                 self._padded(key)
-                self._await(f"a step of {key.bucket} rows")  # slower ranks may have to compile
+                await_work(f"a step of {key.bucket} rows")  # slower ranks may have to compile
         self.graphs.capture(progress)
-        self._await("what was run before the last capture")  # so that statistics() includes all of it
+        await_work("what was run before the last capture")  # so that statistics() includes all of it
         self._compilations.expect_none()
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
@@ -275,7 +277,7 @@ class GpuRunner:
         """
         self.complete(launched)
         if launched.arrived is not None:
-            await_event(launched.arrived, self._seconds)
+            await_event(launched.arrived, self._seconds, "a step")
         self._rows.check()
         tokens = [SampledToken(number, LATE_TOKEN) for number in launched.late]
         for part in launched.drawn:
@@ -336,9 +338,6 @@ class GpuRunner:
         if rows is None:
             raise InternalError("the experts of this rank cannot move")
         return rows.of(self._counted.take()[0].numpy())
-
-    def _await(self, what: str) -> None:
-        await_device(self._device, self._seconds, what)
 
     def _key(self, bucket: int, micro_batches: int, normal: bool) -> GraphKey:
         """Of the next step, timed if that is due. If steps are captured, prompt steps are not timed."""

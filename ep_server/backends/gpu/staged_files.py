@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ep_server.backends.gpu.capability import native
-from ep_server.backends.gpu.waiting import await_stream
 from ep_server.errors import InternalError
+from ep_server.exchange.device_wait import await_current
 from ep_server.models.checkpoint import StoredTensor
 from ep_server.models.loading import TORCH, OpenShards, unreadable
 
@@ -85,7 +85,7 @@ class StreamCopies:
 
     def finish(self) -> None:
         """Also frees the device memory of temporary tensors, unless kept: the KV cache can use it then."""
-        await_stream(torch.cuda.current_stream(self.device), COPY_SECONDS, "copies of weights")
+        await_current(self.device, COPY_SECONDS, "copies of weights")
         if not self._keeps:
             torch.cuda.empty_cache()
 

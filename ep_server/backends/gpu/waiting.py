@@ -1,58 +1,14 @@
-"""Waits of the host for a GPU, each with a deadline, and snapshots of counters that the GPU updates."""
+"""Copies of counters that the GPU updates, and how long the host waits for a step."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-from ep_server.errors import InternalError
+from ep_server.exchange.device_wait import await_event, await_stream
 
 STEP_SECONDS = 60.0  # until a step must have ended, beyond the deadline of a wait for peers: only one expires
-LOOK_SECONDS = 20e-6  # between two looks at the device, which has the next step already
-
-
-class Event(Protocol):
-    """A point of a stream, as torch.cuda.Event."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-        ...
-
-
-class Stream(Protocol):
-    """Work of a GPU in its order, as torch.cuda.Stream."""
-
-    def record_event(self) -> Event:
-        """An event after all work enqueued so far."""
-        ...
-
-
-def await_event(event: Event, seconds: float, what: str = "a step", look: float = LOOK_SECONDS) -> None:
-    """Waits until the device has passed an event.
-
-    Args:
-        what: the work before it, named in the error. look: seconds between two checks.
-    Raises: InternalError after so many seconds.
-    """
-    deadline = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() > deadline:
-            raise InternalError(f"the device has not ended {what} in {seconds:g} s")
-        time.sleep(look)
-
-
-def await_stream(stream: Stream, seconds: float, what: str = "a step") -> None:
-    """Waits for all work of a stream. Arguments and errors as in await_event()."""
-    await_event(stream.record_event(), seconds, what)
-
-
-def await_device(device: torch.device, seconds: float, what: str = "a step") -> None:
-    """Waits for all work of a GPU's current stream; returns at once on a CPU. Raises: as await_event()."""
-    if device.type == "cuda":
-        await_stream(torch.cuda.current_stream(device), seconds, what)
 
 
 class Reading:

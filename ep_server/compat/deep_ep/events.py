@@ -6,7 +6,6 @@ hook, both halves run on the stream that was current at the first half. Calls on
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ep_server.errors import InternalError, InvalidArgument
+from ep_server.errors import InvalidArgument
+from ep_server.exchange.device_wait import await_stream
 
 T = TypeVar("T")
 HIGH_PRIORITY = -1
-LOOK_SECONDS = 20e-6  # between two looks at a stream
 HINT_TOKENS = 4096
 HINT_ROW_DATA = 512  # bytes that go with a row: ids, weights, scales
 
@@ -142,15 +141,10 @@ class Streams:
     def synchronize(self, seconds: float) -> None:
         """Waits until the current stream and the communication stream are idle.
 
-        Raises: InternalError after so many seconds.
+        Raises: InternalError if one of them is not after so many seconds.
         """
-        deadline = time.monotonic() + seconds
         for stream in (torch.cuda.current_stream(self.device), self.communication):
-            event = stream.record_event()
-            while not event.query():
-                if time.monotonic() > deadline:
-                    raise InternalError(f"{self.device} has not ended its work in {seconds:g} s")
-                time.sleep(LOOK_SECONDS)
+            await_stream(stream, seconds, "the calls of a Buffer")
 
     def record_use(self, *tensors: torch.Tensor | None) -> None:
         """Keeps the allocator from reusing their memory before the communication stream has passed now."""

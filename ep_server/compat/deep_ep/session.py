@@ -25,10 +25,10 @@ from ep_server.exchange.api import (
     View,
     Wire,
 )
+from ep_server.exchange.device_wait import longest_wait
 from ep_server.exchange.validate import check_tensor
 
 NUM_COMBINE_BUFFERS = 2  # two micro-batches, as in DeepEP
-IDLE_SECONDS = 30.0  # for a device to end its work once nothing makes it wait for a rank
 Hook = Callable[[], None]
 Completed = tuple[EventOverlap, Hook | None]
 
@@ -195,7 +195,7 @@ class BufferSession:
 
         Raises: InternalError if the device does not end them.
         """
-        self._streams.synchronize(self.spec.timeout_ns / 1e9 + IDLE_SECONDS)
+        self._streams.synchronize(longest_wait(self.spec))
         self._masked = self._membership.masked
         return self._masked
 

@@ -16,9 +16,9 @@ from ep_server import _C, _cuda
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.bootstrap import share_regions
 from ep_server.exchange.bulk import Arrival, Plan, Returned, Routing, Rows
+from ep_server.exchange.device_wait import await_idle
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink import launch
-from ep_server.exchange.nvlink.device_wait import await_idle
 from ep_server.exchange.nvlink.ends import begins, end
 from ep_server.exchange.nvlink.heap import Heap
 from ep_server.exchange.spec import ExchangeSpec, Payload

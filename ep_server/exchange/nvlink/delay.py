@@ -12,8 +12,8 @@ import torch
 
 from ep_server import _cuda
 from ep_server.errors import ConfigError
+from ep_server.exchange.device_wait import await_idle
 from ep_server.exchange.nvlink.banks import COMBINE, DISPATCH, RECV, SEND, DeviceHandle
-from ep_server.exchange.nvlink.device_wait import await_idle
 from ep_server.exchange.spec import ExchangeSpec
 
 MAX_DELAY_SECONDS = 1.0

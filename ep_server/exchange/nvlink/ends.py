@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from ep_server.errors import ConfigError, ExchangeError, InternalError, StartupError
+from ep_server.exchange.device_wait import await_idle, longest_wait
 from ep_server.exchange.host import HostGroup
-from ep_server.exchange.nvlink.device_wait import IDLE_SECONDS, await_idle
 from ep_server.exchange.spec import ExchangeSpec
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,6 @@ def begins(spec: ExchangeSpec, control: HostGroup) -> Iterator[None]:
         if isinstance(error, RuntimeError | ExchangeError):
             raise StartupError(f"rank {spec.rank}: {error}") from error
         raise
-
-
-def longest_wait(spec: ExchangeSpec) -> float:
-    """Seconds in which a GPU ends what it has to do, waits for lost ranks included."""
-    return spec.timeout_ns / 1e9 + IDLE_SECONDS
 
 
 def end(spec: ExchangeSpec, control: HostGroup, device: torch.device, group: object) -> None:

@@ -37,12 +37,12 @@ from ep_server.exchange.api import (
     chosen,
 )
 from ep_server.exchange.bootstrap import Standing, share_anew, share_regions
+from ep_server.exchange.device_wait import await_current, await_idle, longest_wait
 from ep_server.exchange.faults import Fault, encode_device_faults
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink.banks import BOTH, COMBINE, DISPATCH, RECV, SEND, Banks, DeviceHandle
 from ep_server.exchange.nvlink.delay import NvlinkDelay
-from ep_server.exchange.nvlink.device_wait import await_idle, await_stream
-from ep_server.exchange.nvlink.ends import begins, end, longest_wait
+from ep_server.exchange.nvlink.ends import begins, end
 from ep_server.exchange.nvlink.launch import CombineTensors, Launcher, address, check_device_spec, make_group
 from ep_server.exchange.nvlink.normal import NvlinkNormal
 from ep_server.exchange.nvlink.sizes import has_normal, heap_bytes
@@ -278,7 +278,7 @@ class NvlinkExchange:
     def synchronize(self) -> None:
         """Waits for the current stream, then check(). Raises: InternalError if that does not end its work."""
         self._open().publish()
-        await_stream(torch.cuda.current_stream(self.device), self.device, longest_wait(self.spec))
+        await_current(self.device, longest_wait(self.spec), "operations of the exchange")
         self.check()
 
     def close(self) -> None:

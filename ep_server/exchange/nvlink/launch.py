@@ -33,6 +33,7 @@ from ep_server.exchange.api import (
     View,
     Wire,
 )
+from ep_server.exchange.device_wait import IDLE_SECONDS
 from ep_server.exchange.nvlink.banks import (
     BOTH,
     COMBINE,
@@ -42,7 +43,6 @@ from ep_server.exchange.nvlink.banks import (
     DeviceState,
 )
 from ep_server.exchange.nvlink.delay import NvlinkDelay
-from ep_server.exchange.nvlink.device_wait import IDLE_SECONDS
 from ep_server.exchange.shapes import VECTOR, VIEWS, Shapes, Tensors
 from ep_server.exchange.spec import PAYLOADS, REDUCTIONS, ExchangeSpec, check_spec
 from ep_server.exchange.validate import CombineMode, check_tensor

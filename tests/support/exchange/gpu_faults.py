@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ep_server.errors import ExchangeError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
+from ep_server.exchange import device_wait
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.nvlink import ends
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import run_pair
@@ -102,7 +102,7 @@ def closed_beside_work(group: dist.ProcessGroup) -> None:
     exchange = open_exchange(group, small(group, SECOND // 10))
     exchange.synchronize()
     exchange.barrier()
-    ends.IDLE_SECONDS = 0.1
+    device_wait.IDLE_SECONDS = 0.1
     torch.cuda._sleep(5_000_000_000)  # more than a second on every GPU
     slept = torch.cuda.current_stream().record_event()
     exchange.close()

@@ -31,18 +31,6 @@ from tests.support.models.driver import BLOCK, BLOCKS, exchange_spec
 from tests.support.ranks.rank_group import greedy
 from tests.support.triton.harness import DEVICE
 
-
-class Passed:
-    """An event that the device has passed at that look."""
-
-    def __init__(self, looks: float) -> None:
-        self.left = looks
-
-    def query(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
-
-
 TOKENS = 64
 
 

@@ -40,7 +40,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, current: Stream, communication: Str
 @pytest.mark.parametrize("hung", [0, 1])
 def test_a_stream_that_hangs_is_an_error(hung: int, monkeypatch: pytest.MonkeyPatch) -> None:
     both = [Stream(None if number == hung else 3) for number in range(2)]
-    with pytest.raises(InternalError, match=r"^cuda:1 has not ended its work in 0\.05 s$"):
+    with pytest.raises(InternalError, match=r"has not ended the calls of a Buffer in 0\.05 s"):
         streams(monkeypatch, *both).synchronize(0.05)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_server.backends.gpu.waiting import Snapshot, await_device
+from ep_server.backends.gpu.waiting import Snapshot
 from ep_server.errors import InternalError
+from ep_server.exchange.device_wait import await_current
 
 pytestmark = pytest.mark.gpu
 
@@ -34,10 +35,10 @@ def test_a_snapshot_does_not_wait_for_the_steps_in_flight() -> None:
 def test_a_device_is_waited_for_until_a_deadline() -> None:
     """Then it is told what has not ended, and the next wait has it."""
     device = torch.device("cuda")
-    await_device(device, 60)
+    await_current(device, 60, "a sleep")
     torch.cuda._sleep(1_000_000_000)
     with pytest.raises(InternalError, match=r"has not ended a sleep in 0\.01 s"):
-        await_device(device, 0.01, "a sleep")
+        await_current(device, 0.01, "a sleep")
     ended = torch.cuda.current_stream().record_event()
-    await_device(device, 60)
+    await_current(device, 60, "a sleep")
     assert ended.query()

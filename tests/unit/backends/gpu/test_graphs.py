@@ -35,7 +35,7 @@ def test_each_graph_is_replayed_once_before_traffic(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    monkeypatch.setattr(graphs, "await_device", lambda *_: notes.append("wait"))
+    monkeypatch.setattr(graphs, "await_current", lambda *_: notes.append("wait"))
     Graphs(work, (GraphKey(4), GraphKey(64)), torch.device("cuda"), seconds=1.0).capture()
     one = ["run 64"] * WARM_UPS + ["wait", "capture", "run 64", "replay"]
     assert notes == one + [note.replace("64", "4") for note in one]

@@ -14,7 +14,7 @@ from ep_server.backends.gpu.kv_rows import DeviceSlots, GpuRows
 from ep_server.backends.kv_rows import HostSlots, Kind, places_of
 from ep_server.errors import InternalError
 from ep_server.models.kv_cache import LayerProgress
-from tests.support.gpu.runners import Passed
+from tests.support.gpu.streams import Passed
 from tests.support.triton.harness import DEVICE, INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tests/gpu has it with streams")

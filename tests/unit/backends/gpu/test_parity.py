@@ -23,7 +23,8 @@ from ep_server.backends.gpu.waiting import STEP_SECONDS
 from ep_server.errors import GroupAborted, InternalError
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
-from tests.support.gpu.runners import TOKENS, Passed, SingleTokens, Together, gpu_runner
+from tests.support.gpu.runners import TOKENS, SingleTokens, Together, gpu_runner
+from tests.support.gpu.streams import Passed
 from tests.support.models.checkpoints import CASES, Tiny
 from tests.support.models.driver import BLOCK, BLOCKS, generate
 from tests.support.ranks.rank_group import greedy
@@ -192,7 +193,7 @@ def test_a_step_may_take_longer_than_any_wait_for_a_peer(
 ) -> None:
     """So the wait's own error is told, which names the peer."""
     runner, seconds = gpu_runner(tiny("qwen3_moe").path), []
-    monkeypatch.setattr(gpu, "await_event", lambda event, limit: seconds.append(limit))
+    monkeypatch.setattr(gpu, "await_event", lambda event, limit, what: seconds.append(limit))
     with torch.inference_mode():
         launched = runner.launch(StepBatch((), 0))
         launched.arrived = Passed(1)

@@ -128,7 +128,7 @@ def prepared(folder: Path, rank: Rank) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch, recorded(), torch.inference_mode():
         patch.setattr(StepInput, "fill", filled)
-        patch.setattr(runner_module, "await_device", lambda *_: done.append(0))
+        patch.setattr(runner_module, "await_current", lambda *_: done.append(0))
         still_runner(folder, rank).prepare()
     return done
 
