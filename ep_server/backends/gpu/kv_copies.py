@@ -7,6 +7,7 @@ carries long copies, and the SMs work on them for a few microseconds only. Units
 
 from __future__ import annotations
 
+import logging
 import mmap
 import time
 import weakref
@@ -19,9 +20,11 @@ from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatt
 from ep_server.backends.gpu.waiting import STEP_SECONDS
 from ep_server.backends.kv_copies import counters_of
 from ep_server.errors import InternalError, StartupError
-from ep_server.exchange.device_wait import await_current
+from ep_server.exchange.device_wait import await_current, await_idle
 from ep_server.models.kv_cache import KvCache
 from ep_server.records import KvLoad, KvMoves
+
+log = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20  # of each direction: long enough for the link, short beside a KV cache
 
@@ -58,7 +61,7 @@ class GpuCopies:
         memory = pinned(slots * self._block_bytes, device)
         self._host = memory.view(slots, len(parts), self._part_bytes)
         if device.type == "cuda":  # the end of the process unpins too
-            weakref.finalize(self, unpin, memory).atexit = False
+            weakref.finalize(self, unpin, memory, device).atexit = False
         self._save_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._started: list[_Started] = []
@@ -192,7 +195,15 @@ def pinned(size: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
-def unpin(memory: torch.Tensor) -> None:
-    """Ends what pinned() began, before the memory is given back. No copy may be in flight."""
-    torch.cuda.synchronize()
+_kept = list[torch.Tensor]()  # a GPU that never ended its work may still use them
+
+
+def unpin(memory: torch.Tensor, device: torch.device) -> None:
+    """Ends what pinned() began, before the memory is given back. Keeps it where copies do not end."""
+    try:
+        await_idle(device, STEP_SECONDS)
+    except InternalError as error:
+        log.error("%.2f GiB of host memory for KV blocks stay in use: %s", len(memory) / 2**30, error)
+        _kept.append(memory)
+        return
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -8,15 +8,16 @@ current stream. Only a plan with a report waits for the GPU. The next call raise
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable
 
 import torch
 
 from ep_server import _C, _cuda
-from ep_server.errors import InvalidArgument
+from ep_server.errors import InternalError, InvalidArgument
 from ep_server.exchange.bootstrap import share_regions
 from ep_server.exchange.bulk import Arrival, Plan, Returned, Routing, Rows
-from ep_server.exchange.device_wait import await_idle
+from ep_server.exchange.device_wait import await_idle, longest_wait
 from ep_server.exchange.host import HostGroup
 from ep_server.exchange.nvlink import launch
 from ep_server.exchange.nvlink.ends import begins, end
@@ -153,11 +154,13 @@ class NvlinkBulk:
             end(self.spec, self._control, self.device, group)
 
     def _report(self, local_experts: int) -> tuple[int, list[int]]:
-        while True:
-            found = self.group.bulk_report(self._tickets, local_experts, SLICE_NS)
-            if found is not None:
-                return found
+        seconds = longest_wait(self.spec)
+        deadline = time.monotonic() + seconds
+        while (found := self.group.bulk_report(self._tickets, local_experts, SLICE_NS)) is None:
             self.check()
+            if time.monotonic() > deadline:
+                raise InternalError(f"the device has not ended the plan of a dispatch in {seconds:g} s")
+        return found
 
     def _combine_bytes(self, tokens: int, row_bytes: int, top_k: int) -> int:
         """Of the memory where rows return, from each other rank apart."""

@@ -33,7 +33,7 @@ from ep_server.exchange.api import (
     View,
     Wire,
 )
-from ep_server.exchange.device_wait import IDLE_SECONDS
+from ep_server.exchange.device_wait import IDLE_SECONDS, await_current, longest_wait
 from ep_server.exchange.nvlink.banks import (
     BOTH,
     COMBINE,
@@ -147,6 +147,15 @@ class Launcher:
         status = self.group.status()
         if status is not None:
             raise_status(status, self.spec)
+
+    def count_rows(self, offsets: torch.Tensor) -> int:
+        """Rows that a receive has put in order. Waits for it, without sleep: it takes microseconds as a rule.
+
+        Raises: as check(); InternalError if the receive does not end.
+        """
+        await_current(self.device, longest_wait(self.spec), "the receive of a dispatch", look=0)
+        self.check()
+        return int(offsets[-1])
 
     @contextmanager
     def bounded(self, num_sms: int) -> Iterator[Callable[[], None]]:
@@ -264,8 +273,7 @@ class Launcher:
             return Received(rows, counts, offsets, handle, view, scales)
         cut = capacity is None and not torch.cuda.is_current_stream_capturing()
         if cut:
-            limit = int(offsets[-1])  # waits for the GPU
-            self.check()
+            limit = self.count_rows(offsets)
         state.rows = limit
         if view is View.INDEX:
             assert row_ids is not None

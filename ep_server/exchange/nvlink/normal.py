@@ -241,8 +241,7 @@ class NvlinkNormal:
         )
         self._group.many_order(self._stream(), self._launcher.num_sms, args)
         if capacity is None and not torch.cuda.is_current_stream_capturing():
-            limit = int(offsets[-1])  # waits for the GPU
-            self._launcher.check()
+            limit = self._launcher.count_rows(offsets)
             row_ids = row_ids[:limit]
         elif view is View.COMPACT:
             raise InvalidArgument("capacity", capacity, "None with view compact")

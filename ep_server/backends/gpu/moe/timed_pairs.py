@@ -10,8 +10,10 @@ import torch
 
 from ep_server.backends.gpu.moe.moe import add_norm
 from ep_server.backends.gpu.moe.rows import Arrival, RowsOfSteps, Tokens
+from ep_server.backends.gpu.waiting import STEP_SECONDS
 from ep_server.backends.timed_pairs import drawn_ids
 from ep_server.exchange.api import Exchange, ExchangeSpec
+from ep_server.exchange.device_wait import await_current
 
 REPEATS = 4  # pairs in one measurement
 
@@ -86,6 +88,6 @@ class GpuTimedPairs:
             add_norm(rows.combine(out, received)(), self._residual[part], self._weight, 1e-6)
 
     def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        seconds = STEP_SECONDS + self._exchange.spec.timeout_ns / 1e9
+        await_current(self._device, seconds, "trial runs of dispatch and combine")
         self._rows.check()

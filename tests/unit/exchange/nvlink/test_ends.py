@@ -19,7 +19,7 @@ from ep_server.exchange.spec import control_spec
 
 pytest.importorskip("ep_server._cuda", reason="built without nvcc")
 
-from ep_server.exchange.nvlink import ends
+from ep_server.exchange.nvlink import ends, launch
 from ep_server.exchange.nvlink.bulk import NvlinkBulk
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 
@@ -31,6 +31,10 @@ class Group:
     """In place of csrc's, whose memory a GPU uses."""
 
     def publish(self) -> None: ...
+
+    def status(self) -> None: ...
+
+    def bulk_report(self, ticket: int, experts: int, limit_ns: int) -> None: ...
 
 
 class Launcher(Group):
@@ -120,6 +124,20 @@ def test_the_others_do_not_wait_for_a_rank_that_closed(
 def test_synchronize_does_not_wait_forever(control: HostGroup, hung: Hung) -> None:
     with pytest.raises(InternalError, match="has not ended operations of the exchange"):
         few(control)[0].synchronize()
+
+
+def test_counting_received_rows_does_not_wait_forever(hung: Hung) -> None:
+    launcher = object.__new__(launch.Launcher)
+    launcher.spec, launcher.device = SPEC, GPU
+    with pytest.raises(InternalError, match=r"the receive of a dispatch in 0\.051 s"):
+        launcher.count_rows(torch.tensor([0, 4]))
+
+
+def test_a_plan_does_not_wait_forever(control: HostGroup, hung: Hung) -> None:
+    exchange, _ = many(control)
+    exchange._tickets = 1
+    with pytest.raises(InternalError, match=r"the plan of a dispatch in 0\.051 s"):
+        exchange._report(4)
 
 
 @pytest.mark.parametrize(
