@@ -49,12 +49,8 @@ StagedReader::StagedReader(int device, const std::vector<std::byte*>& buffers, s
   for (std::byte* bytes : buffers) {
     cudaEvent_t event;
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
-    buffers_.push_back({bytes, event, false});
+    buffers_.push_back({bytes, Event(event), false});
   }
-}
-
-StagedReader::~StagedReader() {
-  for (const Buffer& buffer : buffers_) cudaEventDestroy(buffer.copied);
 }
 
 void StagedReader::read(std::span<const Piece> pieces, cudaStream_t stream) {
@@ -74,7 +70,7 @@ std::string StagedReader::read_piece(const Piece& piece, cudaStream_t stream) {
     if (!wrong.empty()) return wrong;
     check(cudaMemcpyAsync(piece.into + at, buffer.bytes, count, cudaMemcpyHostToDevice, stream),
           "cudaMemcpyAsync");
-    check(cudaEventRecord(buffer.copied, stream), "cudaEventRecord");
+    check(cudaEventRecord(buffer.copied.get(), stream), "cudaEventRecord");
     buffer.busy = true;
   }
   return "";
@@ -85,7 +81,7 @@ StagedReader::Buffer& StagedReader::next_buffer() {
   Buffer& buffer = buffers_[turn_++ % buffers_.size()];
   const auto deadline = Clock::now() + std::chrono::duration<double>(seconds_);
   while (buffer.busy) {
-    const cudaError_t passed = cudaEventQuery(buffer.copied);
+    const cudaError_t passed = cudaEventQuery(buffer.copied.get());
     if (passed == cudaErrorNotReady) {
       if (Clock::now() > deadline) throw std::runtime_error(late(seconds_));
       std::this_thread::sleep_for(kLook);

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -29,17 +30,20 @@ class StagedReader {
  public:
   // buffers: of buffer_bytes each; the caller keeps them while this lives. seconds: that a copy may take.
   StagedReader(int device, const std::vector<std::byte*>& buffers, size_t buffer_bytes, double seconds);
-  StagedReader(const StagedReader&) = delete;
-  ~StagedReader();  // does not wait for copies
 
   // Returns when all pieces are read; their copies are enqueued in `stream`. The thread's current device is
   // this one then. Throws: FileError; std::runtime_error if the device fails or copies are late.
   void read(std::span<const Piece> pieces, cudaStream_t stream);
 
  private:
+  struct DestroyEvent {
+    void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }  // does not wait for copies
+  };
+  using Event = std::unique_ptr<CUevent_st, DestroyEvent>;
+
   struct Buffer {
     std::byte* bytes;
-    cudaEvent_t copied;
+    Event copied;
     bool busy;
   };
 

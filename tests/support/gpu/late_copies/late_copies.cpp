@@ -21,6 +21,7 @@ struct Runtime {
   std::mutex mutex;
   std::vector<Copy> copies;  // of one stream
   size_t made = 0, most_read = ~size_t(0);
+  size_t events = 0, most_events = ~size_t(0);
   bool hangs = false, fails = false;
 
   void make(size_t until) {
@@ -46,10 +47,15 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return runtime.fails ? cudaErrorUnknown : cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  const std::lock_guard lock(runtime.mutex);
+  if (runtime.events == runtime.most_events) return cudaErrorUnknown;
+  ++runtime.events;
   *event = new CUevent_st;
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  const std::lock_guard lock(runtime.mutex);
+  --runtime.events;
   delete event;
   return cudaSuccess;
 }
@@ -77,6 +83,8 @@ PYBIND11_MODULE(late_copies, m) {
     const std::lock_guard lock(runtime.mutex);
     runtime.make(runtime.copies.size());
   });
+  m.def("events", [] { return runtime.events; });
+  m.def("limit_events", [](size_t most) { runtime.most_events = most; });
   m.def("reset", [](bool hangs, bool fails, size_t most_read) {
     const std::lock_guard lock(runtime.mutex);
     runtime.copies.clear(), runtime.made = 0;

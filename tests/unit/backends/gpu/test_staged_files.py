@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ep_server.backends.gpu import staged_files
-from ep_server.backends.gpu.staged_files import StagedFiles
+from ep_server.backends.gpu.staged_files import BUFFERS, StagedFiles
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import CheckpointError, InternalError
 from ep_server.models.checkpoint import Checkpoint, StoredTensor
@@ -28,7 +28,7 @@ from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.loading import TensorReader
 from ep_server.models.weights import load_weights, weights_from
 from tests.support.compare import assert_equal
-from tests.support.gpu.late_copies import LateCopies
+from tests.support.gpu.late_copies import LateCopies, module
 
 if TYPE_CHECKING:
     from tests.support.models.checkpoints import Tiny
@@ -132,6 +132,19 @@ def test_copies_end_before_an_error_is_raised(tmp_path: Path) -> None:
         files.flush()
         raise CheckpointError("another thread met a broken shard")
     assert_equal(given, expected[2], "entry")
+
+
+def test_a_reader_that_cannot_be_made_leaves_no_event() -> None:
+    copies, native = LateCopies(), module()
+    gc.collect()
+    before = native.events()
+    native.limit_events(before + BUFFERS - 1)
+    try:
+        with pytest.raises(RuntimeError, match="cudaEventCreate: an error of the emulation"):
+            copies.reader(SMALL)
+    finally:
+        native.limit_events(1 << 40)
+    assert native.events() == before
 
 
 def staged(path: Path, experts: list[int], dtype: torch.dtype, copies: LateCopies) -> ModelWeights:
