@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
-from ep_server.errors import CheckpointError, ConfigError, EpServerError, RankLost, StartupError, Unavailable
+from ep_server.errors import CheckpointError, ConfigError, EpServerError, StartupError, Unavailable
 from ep_server.orders import PrepareGeneration, SwitchChange
 from ep_server.ranks.arrivals import MOST_STARTS, Arrivals
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing, ended
-from ep_server.ranks.messages import placement_message
 from ep_server.ranks.own_orders import OwnOrders
 from ep_server.ranks.process import RankCallbacks
 from ep_server.ranks.protocol import GroupState, RankListener, Restarted
-from ep_server.ranks.signs import Kind, LossCount, Sign, loss_cause, lost_ranks
+from ep_server.ranks.regrouping import Regrouping
+from ep_server.ranks.signs import LossCount, Sign, loss_cause, lost_ranks
 from ep_server.scheduler.placement import Placement, has_copies
 from ep_server.scheduler.regroup import next_placement
 from ep_server.v1 import rank_pb2 as pb
@@ -51,13 +51,12 @@ class Generations:
         self.live = frozenset(board.processes)
         self.placement = replacing.plan.placement
         self._joined = {"spread": True, "copies": has_copies(self.placement)}
-        self.generation = 0
         self.wanted = self.live
         self.out: dict[int, str] = {}
         self.held: frozenset[int] = frozenset()  # out, as an operator wants
         self.over = True  # no regroup after a loss runs
         self.arrivals = Arrivals(board, replacing, callbacks, timing)
-        self._regrouped: dict[int, float] = {}  # rank: seconds for which it read experts
+        self.regrouping = Regrouping(board, replacing)
         self._counted: set[int] = set()
         self.orders = OwnOrders(board)
         self._changing = asyncio.Lock()
@@ -65,6 +64,11 @@ class Generations:
         self._returning: asyncio.Task[None] | None = None
         self._offered: dict[int, Placement] = {}  # by change of the engine's
         self.report()
+
+    @property
+    def generation(self) -> int:
+        """The latest one."""
+        return self.regrouping.generation
 
     def report(self) -> None:
         """Reports the live ranks and the placement to the engine."""
@@ -85,11 +89,6 @@ class Generations:
             self.count([sign], {sign.rank})
             self.report()
         return True
-
-    def on_regrouped(self, rank: int, message: pb.Regrouped) -> None:
-        """A rank takes part in the generation."""
-        if message.generation == self.generation:
-            self._regrouped[rank] = message.load_seconds
 
     def prepares(self, change: int, placement: Placement) -> None:
         """The engine has ordered another placement on the same ranks."""
@@ -135,25 +134,13 @@ class Generations:
                 new |= there
                 dead -= there
                 live, placement = self._without(dead)
-            self.generation += 1
-            self._regrouped.clear()
+            self.regrouping.begin()
             for rank in live:
-                self._regroup(rank, live, placement, [] if rank in new else awaited(rank))
-            await self._until_regrouped(live)
+                self.regrouping.order(rank, live, placement, [] if rank in new else awaited(rank))
+            await self.regrouping.until(live, self._timing.answer)
             if not board.signs:
                 return self._recovered(live, placement, new)
         raise StartupError("too many ranks are lost")
-
-    async def _until_regrouped(self, live: frozenset[int]) -> None:
-        """Or until there is a sign of another loss. A rank that reads experts reports that now and then."""
-
-        def over() -> bool:
-            return set(self._regrouped) >= live or bool(self._board.signs)
-
-        seconds = self._timing.answer
-        for rank in await self._board.silent(over, lambda: live - set(self._regrouped), seconds):
-            why = RankLost(f"reported nothing for {seconds:g} s while the ranks regroup")
-            self._board.signs.append(Sign(Kind.CLOSED, rank, why))
 
     async def _replaced(self, dead: Collection[int]) -> set[int]:
         """Starts processes in the place of lost ranks, and waits for as many as the others need to go on.
@@ -185,8 +172,8 @@ class Generations:
             log.warning("ranks %s serve without ranks %s", sorted(live), sorted(gone))
         self.report()
         self.bring_back()
-        seconds = max(self._regrouped.values(), default=0.0)
-        return Restarted([self._board.ready[rank] for rank in sorted(live)], live - new, seconds)
+        ready = [self._board.ready[rank] for rank in sorted(live)]
+        return Restarted(ready, live - new, self.regrouping.seconds)
 
     def _without(self, dead: Collection[int]) -> tuple[frozenset[int], Placement | None]:
         """The live ranks and placement of the next generation: as now, if no others can go on."""
@@ -196,19 +183,6 @@ class Generations:
             if placement is not None:
                 return others, placement
         return self.live, self.placement
-
-    def _regroup(
-        self, rank: int, live: Iterable[int], placement: Placement | None, kept: Iterable[int]
-    ) -> None:
-        order = pb.Regroup(
-            generation=self.generation,
-            work_number=self._board.work_number,
-            kept=kept,
-            live=sorted(live),
-            placement=None if placement is None else placement_message(placement),
-            lost_kv=self._replacing.kv.lost,
-        )
-        self._board.send(rank, pb.ToRank(regroup=order))
 
     def forget_lost(self) -> None:
         """As Ranks.forget_lost."""
@@ -333,13 +307,13 @@ class Generations:
     ) -> float:
         """From here on the change stands: after a loss the ranks of `target` are regrouped. See change()."""
         began = time.monotonic()
-        self.generation, self.live, self.placement = self.generation + 1, target, placement
+        self.live, self.placement = target, placement
         self.arrivals.loading -= target
-        self._regrouped.clear()
+        self.regrouping.begin()
         self.report()
         self._board.work_number += 1
         for rank in target - before:
-            self._regroup(rank, target, placement, [])
+            self.regrouping.order(rank, target, placement)
             if self._board.watching:
                 self._board.send(rank, pb.ToRank(watch_cache=pb.WatchCache(on=True)))
         leaving = [process for rank, process in self._board.processes.items() if rank in before - target]
@@ -347,7 +321,7 @@ class Generations:
 
             def silent() -> frozenset[int]:
                 ended = (one.rank for one in leaving if one.ended.is_set())
-                return (before | target).difference(answers, self._regrouped, ended)
+                return (before | target).difference(answers, self.regrouping.there, ended)
 
             seconds = max(SWITCH_SECONDS, self._timing.answer)  # a rank that hangs is found sooner
             with suppress(StartupError):

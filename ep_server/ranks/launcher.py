@@ -310,7 +310,7 @@ class RankProcesses:
             if len(self._introductions) == len(self._first):
                 self._connect()
         elif kind == "regrouped" and self._generations is not None:
-            self._generations.on_regrouped(rank, message.regrouped)
+            self._generations.regrouping.on_regrouped(rank, message.regrouped)
         elif kind == "ready":
             self._board.ready[rank] = ready_of(message.ready)
             if self._first <= set(self._board.ready) and self._started and not self._started.done():

@@ -88,7 +88,7 @@ def four_ranks(
     def heard(rank: int, payload: bytes) -> None:
         message = pb.ToRank.FromString(payload)
         if message.WhichOneof("kind") == "regroup" and board.processes[rank] not in quiet:
-            made.on_regrouped(rank, pb.Regrouped(generation=message.regroup.generation))
+            made.regrouping.on_regrouped(rank, pb.Regrouped(generation=message.regroup.generation))
 
     hosts: Any = Hosts()
     hosts.heard = heard

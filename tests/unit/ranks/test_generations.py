@@ -38,8 +38,7 @@ async def test_a_rank_that_dies_as_it_leaves_is_not_waited_for(monkeypatch: pyte
     monkeypatch.setattr(made.orders, "give", give)
     changing = asyncio.ensure_future(made.change(leaves=[3]))
     await until(lambda: made.live == {0, 1, 2})
-    for rank in (0, 1, 2):
-        made._regrouped[rank] = 0.0  # as if they had answered
+    made.regrouping.there |= {0, 1, 2}  # as if they had answered
     board.processes[3].signal(signal.SIGKILL)
     board.heard.set()
     await asyncio.wait_for(changing, 30)
@@ -305,7 +304,7 @@ async def test_a_rank_that_reads_experts_is_no_hung_one() -> None:
         board.heard.set()
         await asyncio.sleep(0.01)
     assert not restarting.done()
-    made.on_regrouped(3, pb.Regrouped(generation=2))
+    made.regrouping.on_regrouped(3, pb.Regrouped(generation=2))
     board.heard.set()
     await asyncio.wait_for(restarting, 30)
     assert made.live >= {0, 3} and len(lost) == 2
