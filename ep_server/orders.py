@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ep_server.scheduler.placement import Placement
@@ -117,3 +118,8 @@ class OrderDone:
     rate: float = 0.0
     seconds: float = 0.0
     rows: tuple[int, ...] = ()
+
+
+def refusals(answers: Mapping[int, OrderDone]) -> str:
+    """Which ranks have not carried out an order, and why; "" if all have. answers: by rank."""
+    return "; ".join(f"rank {rank}: {done.error}" for rank, done in sorted(answers.items()) if done.error)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ep_server.errors import DeadlineExceeded, EpServerError, Unavailable, WrongState
-from ep_server.orders import OrderDone, RankOrder
+from ep_server.orders import OrderDone, RankOrder, refusals
 from ep_server.ranks.protocol import Ranks
 
 TURN_SECONDS = 120.0  # that a change waits for those before it
@@ -60,11 +60,9 @@ class RankOrders:
             raise DeadlineExceeded(f"{what}: ranks {silent} did not answer within {seconds:g} s") from None
         finally:
             del self._open[number]
-        answers = [waiting.done[rank] for rank in sorted(waiting.done)]
-        refused = [f"rank {rank}: {done.error}" for rank, done in sorted(waiting.done.items()) if done.error]
-        if refused:
-            raise Unavailable(f"{what}: {'; '.join(refused)}")
-        return answers
+        if refused := refusals(waiting.done):
+            raise Unavailable(f"{what}: {refused}")
+        return [waiting.done[rank] for rank in sorted(waiting.done)]
 
     async def alone(self, name: str, change: Callable[[], Awaitable[T]], seconds: float = TURN_SECONDS) -> T:
         """Makes a change of the ranks once no other one runs. It goes on if the caller leaves.

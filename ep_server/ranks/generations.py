@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from ep_server.errors import CheckpointError, ConfigError, EpServerError, StartupError, Unavailable
-from ep_server.orders import PrepareGeneration, SwitchChange
+from ep_server.orders import PrepareGeneration, SwitchChange, refusals
 from ep_server.ranks.arrivals import MOST_STARTS, Arrivals
 from ep_server.ranks.board import Board, Timing
 from ep_server.ranks.hosts import Replacing, ended
@@ -321,14 +321,16 @@ class Generations:
 
             def silent() -> frozenset[int]:
                 ended = (one.rank for one in leaving if one.ended.is_set())
-                return (before | target).difference(answers, self.regrouping.there, ended)
+                switched = (rank for rank, done in answers.items() if not done.error)
+                return (before | target).difference(switched, self.regrouping.there, ended)
+
+            def over() -> bool:  # a vote needs all ranks: none switches where one refuses
+                return not silent() or bool(self._board.signs or refusals(answers)) or not self.over
 
             seconds = max(SWITCH_SECONDS, self._timing.answer)  # a rank that hangs is found sooner
             with suppress(StartupError):
-                await self._board.until(
-                    lambda: not silent() or bool(self._board.signs) or not self.over, seconds, "they switch"
-                )
-            late = silent()
+                await self._board.until(over, seconds, "they switch")
+            late, why = silent(), refusals(answers) or f"not within {seconds:g} s"
         within, leave = time.monotonic() - began, before - target
         stands = f"the change stands: ranks {sorted(target)} are to serve"
         if self._board.signs or not self.over:
@@ -337,12 +339,12 @@ class Generations:
             self._listener.on_left(rank)
         await self._leave(leave)
         if late & target:
-            raise Unavailable(f"ranks {sorted(late & target)} did not switch within {seconds:g} s; {stands}")
+            raise Unavailable(f"ranks {sorted(late & target)} did not switch ({why}); {stands}")
         pause = max((done.seconds for done in answers.values()), default=0.0)
         text = "generation %d: ranks %s serve; they paused %.1f ms"
         log.info(text, self.generation, sorted(target), pause * 1000)
         if late:
-            log.error("ranks %s did not leave within %g s and were ended", sorted(late), seconds)
+            log.error("ranks %s did not leave (%s) and were ended", sorted(late), why)
         else:
             log.info("generation %d: all ranks switched within %.1f ms", self.generation, within * 1000)
         return pause

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from ep_server.errors import EpServerError, Unavailable
-from ep_server.orders import DropChange, OrderDone, PrepareGeneration, RankOrder
+from ep_server.orders import DropChange, OrderDone, PrepareGeneration, RankOrder, refusals
 from ep_server.ranks.board import Board
 from ep_server.ranks.order_messages import order_message
 
@@ -57,8 +57,8 @@ class OwnOrders:
             )
         if not set(found) >= set(ranks):
             raise Unavailable("a rank was lost meanwhile")
-        if refused := [f"rank {rank}: {done.error}" for rank, done in sorted(found.items()) if done.error]:
-            raise Unavailable("; ".join(refused))
+        if refused := refusals(found):
+            raise Unavailable(refused)
 
     async def prepare(
         self,
