@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from ep_server.ranks.protocol import pid_space
 from ep_server.ranks.shadow_filler import ShadowFiller
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import AUTO_BUDGET, IDLE, SchedulerLimits
+from ep_server.scheduler.placement import Placement
 from ep_server.scheduler.rank_scheduler import RankScheduler
 from ep_server.text.grammars.masks import GrammarMasks
 from ep_server.text.tokenizer import Tokenizer
@@ -56,18 +57,6 @@ log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
 MOST_MASK_THREADS = 8
 WARM_UP_NUMBER = 0  # the front numbers its requests from 1
-
-
-@dataclass(frozen=True, slots=True)
-class Front:
-    """Callbacks while a rank is built.
-
-    progress: called as progress(stage, done, total).
-    opening: gets the exchange as soon as the other ranks can see this one.
-    """
-
-    progress: Progress
-    opening: Opening
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +84,15 @@ class RankParts:
 
 
 def build_rank(
-    start: pb.Start, front: Front, choose: Callable[[pb.Start, Config], Device] = device_of
+    start: pb.Start,
+    progress: Progress,
+    opening: Opening,
+    choose: Callable[[pb.Start, Config], Device] = device_of,
 ) -> RankParts:
     """Loads what this rank owns and runs the first steps with the others.
 
     Args:
+        opening: gets the exchange as soon as the other ranks can see this one.
         choose: picks the device of this rank.
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
@@ -111,60 +104,87 @@ def build_rank(
     spec = exchange_spec(config, model_spec, start.rank)
     device = choose(start, config)
     # Before the weights: its heartbeat shows that this rank is alive, however long loading takes.
-    exchange = device.open(spec, front.opening)
+    exchange = device.open(spec, opening)
     placement = placement_of(start.placement) if start.HasField("placement") else None
-    progress, on_cpu = front.progress, device.compute.device.type == "cpu"
-    params = _load_params(start, config, spec, device)
-    if placement is not None:
-        params = replace(params, held=placement.of_rank(start.rank))
+    params = _load_params(start, config, spec, device, placement)
     shadow = _shadow(start, config, model_spec, device)
     with ThreadPoolExecutor(1, "vocabulary") as beside:
         masks_made = beside.submit(_masks, config, model_spec, start.threads)
-        load = partial(load_model, params, progress, shadow)
-        behind = start.joins and not start.awaited and on_cpu  # ranks that serve use the same cores
-        model = run_behind(load) if behind else load()
+        model = _load(start, device, partial(load_model, params, progress, shadow))
         masks = masks_made.result()
     loader = SlotLoader(model, shadow)
     loader.warm_up(params)  # takes its memory before the KV cache does
     built = device.build(model, exchange, masks)
-    experts = None
-    if placement is not None:
-        experts = RankExperts(params, built.runner, loader)
-        experts.use(placement, frozenset(start.live))
-        experts.waits = start.joins
+    experts = None if placement is None else _experts(start, placement, params, built.runner, loader)
     filler = None if shadow is None else ShadowFiller(shadow, model, params, experts)
     copies = not start.joins  # else others may be writing new weights into the shadow, until it takes part
-    if filler is not None and copies and on_cpu:
+    if filler is not None and copies and _on_cpu(device):
         _fill(filler, progress)
     limits = _limits(config, model, built, device.ahead)
     if device.warms_alone or not start.joins:
-        progress("warm-up", 0, 1)
-        exchange.barrier()  # of this rank alone if it joins: it masks the others
-        with torch.inference_mode():
-            warm_up(built.runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
-            device.prepare(progress)
-        progress("warm-up", 1, 1)
-        exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
+        both = config.parallel.overlap != "off"
+        _first_steps(device, exchange, built.runner, limits, progress, (1, 2) if both else (1,))
     if filler is not None:
         filler.start(copies=copies)
     scheduler = RankScheduler(limits, start.weights_version)
     handoff = HandoffDesk.open(config, built.rows, start.rank, scheduler.handoffs)
+    seconds = time.monotonic() - began
     return RankParts(
-        exchange,
-        built.runner,
-        scheduler,
-        _ready(start.rank, config, model, built, handoff.address, time.monotonic() - began),
-        device.overlap(),
-        device.modes(),
-        masks,
-        StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
-        WeightsInPlace(model, params, scheduler, built.runner, experts, shadow, filler).change,
-        handoff,
-        LostKv(scheduler.lost, built.shared, limits.block_size),
-        built.copier,
-        experts,
-        filler,
+        exchange=exchange,
+        runner=built.runner,
+        scheduler=scheduler,
+        ready=_ready(start.rank, config, model, built, handoff.address, seconds),
+        overlap=device.overlap(),
+        modes=device.modes(),
+        masks=masks,
+        profiler=StepProfiler(
+            config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"
+        ),
+        new_weights=WeightsInPlace(model, params, scheduler, built.runner, experts, shadow, filler).change,
+        handoff=handoff,
+        lost_kv=LostKv(scheduler.lost, built.shared, limits.block_size),
+        copier=built.copier,
+        experts=experts,
+        filler=filler,
     )
+
+
+def _on_cpu(device: Device) -> bool:
+    return device.compute.device.type == "cpu"
+
+
+def _load(start: pb.Start, device: Device, load: Callable[[], RankModel]) -> RankModel:
+    """Behind the ranks that serve, where these use the same cores and do not wait for this one."""
+    behind = start.joins and not start.awaited and _on_cpu(device)
+    return run_behind(load) if behind else load()
+
+
+def _experts(
+    start: pb.Start, placement: Placement, params: LoadParams, runner: AnyRunner, loader: SlotLoader
+) -> RankExperts:
+    """Those that can move; a rank that joins takes part in none yet."""
+    experts = RankExperts(params, runner, loader)
+    experts.use(placement, frozenset(start.live))
+    experts.waits = start.joins
+    return experts
+
+
+def _first_steps(
+    device: Device,
+    exchange: Exchange,
+    runner: AnyRunner,
+    limits: SchedulerLimits,
+    progress: Progress,
+    micro_batches: tuple[int, ...],
+) -> None:
+    """With the others, except of a rank that joins, which masks them."""
+    progress("warm-up", 0, 1)
+    exchange.barrier()
+    with torch.inference_mode():
+        warm_up(runner, limits, micro_batches)
+        device.prepare(progress)
+    progress("warm-up", 1, 1)
+    exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
 
 
 def _ready(
@@ -215,7 +235,9 @@ def _masks(config: Config, spec: ModelSpec, threads: int) -> GrammarMasks:
     return GrammarMasks(inner, spec.vocab_size, eos, min(threads, MOST_MASK_THREADS))
 
 
-def _load_params(start: pb.Start, config: Config, spec: ExchangeSpec, device: Device) -> LoadParams:
+def _load_params(
+    start: pb.Start, config: Config, spec: ExchangeSpec, device: Device, placement: Placement | None
+) -> LoadParams:
     given = config.model
     return LoadParams(
         given.path,
@@ -225,6 +247,7 @@ def _load_params(start: pb.Start, config: Config, spec: ExchangeSpec, device: De
         given.max_context,
         start.threads,
         device.compute,
+        held=None if placement is None else placement.of_rank(start.rank),
         load_format=given.load_format,
         routing=given.routing,
         seed=given.seed,

@@ -62,7 +62,7 @@ def serve(channel: RankChannel, choose: Choose | None = None, *, standby: bool =
             )
         import torch
 
-        from ep_server.ranks.build import Front, build_rank
+        from ep_server.ranks.build import build_rank
         from ep_server.ranks.devices import device_of
         from ep_server.ranks.exchanges import Opening
 
@@ -80,8 +80,7 @@ def serve(channel: RankChannel, choose: Choose | None = None, *, standby: bool =
             channel.send(pb.FromRank(introduction=introduction).SerializeToString())
             return _answer(channel, seconds)
 
-        front = Front(progress, Opening(exchanges.append, meet))
-        parts = build_rank(start, front, choose or device_of)
+        parts = build_rank(start, progress, Opening(exchanges.append, meet), choose or device_of)
         worker = RankWorker(parts, channel, outlives=start.outlives)
         gc.collect()
         gc.freeze()  # these objects live as long as the process: no collection needs to scan them
