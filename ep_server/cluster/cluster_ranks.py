@@ -365,10 +365,14 @@ class ClusterRanks:
             self._end_later(group)
             self._changed.set()  # for the nodes that are there now
             return False
-        if isinstance(error, StartupError) and not group.hosts.planned:
+        unfit = group.unfit_node
+        if isinstance(error, StartupError) and not group.hosts.planned and unfit is None:
             log.info("no room for two groups of ranks (%s): the current one ends first", error)
             return True
-        self._go_back(group.nodes, str(error))
+        if unfit is not None and unfit in self._serving.nodes:
+            self._go_back(group.nodes, _cannot_again(unfit, error))
+        else:
+            self._go_back(group.nodes, str(error))
         return False
 
     def _go_back(self, nodes: Sequence[int], why: str) -> None:
@@ -377,6 +381,14 @@ class ClusterRanks:
             self._leader.turn_away(node, why)
         if set(self._serving.nodes) - set(nodes):
             self._leader.keep_leaving(why)
+
+
+def _cannot_again(node: int, error: BaseException) -> str:
+    """Why a group with a node that serves cannot start, and what to do."""
+    return (
+        f"node {node}, which serves, cannot start ranks again: {error}; "
+        "restore its files and options, or stop it, then start this node again"
+    )
 
 
 def _describe(before: Sequence[int], after: Sequence[int]) -> str:

@@ -219,6 +219,26 @@ async def test_a_node_whose_files_cannot_be_used_is_left(tmp_path: Path, what: s
             assert await ask(served.client).outputs() == served.expected
 
 
+@pytest.mark.slow
+async def test_a_node_is_told_which_other_one_is_unfit(tmp_path: Path) -> None:
+    """Node 1 serves, but could not start again: the group with node 2 does not come about."""
+    path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    async with cluster(3, own={1: path}) as served:
+        served.nodes[2].signal(signal.SIGKILL)
+        await served.live(2)
+        (perturbed(DEMO_MODEL, tmp_path / "other", share=1.0) / "model.safetensors").replace(
+            path / "model.safetensors"
+        )
+        streams = ask(served.client)
+        await streams.begun()
+        third = await served.made.start(2)
+        assert await third.end() == 1
+        why = "this node cannot take part: node 1, which serves, cannot start ranks again: rank 1: "
+        assert any(why in line for line in (*third.text, *third.lines)), (third.lines[-10:], third.text[-10:])
+        assert await streams.outputs() == served.expected
+        assert served.times("recovered after") == 1
+
+
 async def test_nodes_do_not_start_with_different_weights(tmp_path: Path) -> None:
     other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
     async with nodes(count=2, options=OPTIONS) as made:
