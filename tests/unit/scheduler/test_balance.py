@@ -12,13 +12,13 @@ from ep_server.errors import InternalError
 from ep_server.records import WAYS
 from ep_server.scheduler import EMPTY, Placement, first_placement
 from ep_server.scheduler.balance import (
-    NOISE,
     BalanceLimits,
     Plan,
     imbalance,
     plan_balance,
     rank_rows,
 )
+from ep_server.scheduler.layer_draft import NOISE
 from ep_server.scheduler.placement import covers_any_loss
 
 LIMITS = BalanceLimits()
