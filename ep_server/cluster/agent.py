@@ -17,7 +17,8 @@ from ep_server.cluster.node_group import GroupOrder
 from ep_server.config import Config
 from ep_server.errors import CheckpointError, ConfigError, EpServerError, InvalidArgument
 from ep_server.ranks.group import GroupPlan, local_ranks, plan_group
-from ep_server.ranks.hosts import WORKER, LocalRanks, ended, spawn_here, standby_pool
+from ep_server.ranks.hosts import ended
+from ep_server.ranks.local_ranks import WORKER, LocalRanks, spawn_here, standby_pool
 from ep_server.ranks.messages import one_line
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.ranks.standby import StandbyPool

@@ -33,7 +33,7 @@ from ep_server.frontend.doors import installed_doors, services
 from ep_server.frontend.endpoint import warn_if_open
 from ep_server.frontend.health import Health
 from ep_server.frontend.port import Port
-from ep_server.ranks.hosts import WORKER
+from ep_server.ranks.local_ranks import WORKER
 from ep_server.stop_signals import stop_signals
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc

@@ -24,7 +24,7 @@ from ep_server.errors import InternalError, InvalidArgument, StartupError, Unava
 from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Port
 from ep_server.models.identity import files_identity
-from ep_server.ranks.hosts import WORKER, standby_pool, warn_of_unused
+from ep_server.ranks.local_ranks import WORKER, standby_pool, warn_of_unused
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
 

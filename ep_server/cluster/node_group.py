@@ -16,7 +16,8 @@ from ep_server.cluster.link import Link
 from ep_server.config import Config
 from ep_server.errors import InternalError, StartupError
 from ep_server.ranks.group import GroupPlan, plan_group
-from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here
+from ep_server.ranks.hosts import Rank
+from ep_server.ranks.local_ranks import WORKER, LocalRanks, spawn_here
 from ep_server.ranks.process import RankCallbacks
 from ep_server.ranks.standby import StandbyPool
 from ep_server.v1 import nodes_pb2 as pb

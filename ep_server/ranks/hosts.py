@@ -1,43 +1,32 @@
-"""Where the ranks of a group run: on this host here, on several in ep_server.cluster. Starts and hands over.
-
-Handles the memory that the ranks of one host share, and their first message, but no later ones.
-"""
+"""Where the ranks of a group run: on this host here, on several in ep_server.cluster."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from ep_server.config import Config
-from ep_server.exchange.factory import replaces_ranks, segment_spec
-from ep_server.exchange.segment import create_host_share, create_segment, report_lost
+from ep_server.exchange.factory import replaces_ranks
+from ep_server.exchange.segment import report_lost
 from ep_server.models.identity import files_identity
 from ep_server.models.kv_memory import KvMemory
-from ep_server.models.shadow import create_shadow
 from ep_server.ranks.group import (
     GroupPlan,
-    hosts_of,
-    local_ranks,
     plan_group,
-    standby_processes,
     topology_of,
 )
-from ep_server.ranks.messages import placement_message
-from ep_server.ranks.process import RankCallbacks, RankProcess, closing, starting
-from ep_server.ranks.slots import num_ranks, with_spares
-from ep_server.ranks.standby import StandbyPool
+from ep_server.ranks.local_ranks import WORKER, LocalRanks, SharedMemory, standby_pool, warn_of_unused
+from ep_server.ranks.process import RankCallbacks, closing, starting
+from ep_server.ranks.slots import with_spares
 from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
-
-WORKER = "ep_server.ranks.life"
 
 
 class Rank(Protocol):
@@ -146,24 +135,6 @@ class Replacing(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Descriptors that the ranks of one host inherit. bells: one per rank, if there are other hosts.
-
-    shadow: of experts, see models/shadow.py. kv: of KV caches, where it outlives the ranks.
-    """
-
-    segment: int
-    bells: tuple[int, ...] = ()
-    shadow: int | None = None
-    kv: KvMemory = field(default_factory=KvMemory)
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """All of them."""
-        return (self.segment, *self.bells, *(fd for fd in (self.shadow, self.kv.fd) if fd is not None))
-
-
 class OneHost:
     """A group on this host alone.
 
@@ -199,13 +170,13 @@ class OneHost:
         weights = self._weights, self._files
         local = self._local = LocalRanks(self._config, plan, self._module, outlive, *weights)
         with starting():
-            shared = await asyncio.to_thread(_share, local)
+            shared = await asyncio.to_thread(local.share)
             if outlive:
                 self._shared = shared
-                await _spawn_all(local, shared, callbacks, started)
+                await local.spawn_all(shared, callbacks, started)
             else:
                 with closing(shared.descriptors):
-                    await _spawn_all(local, shared, callbacks, started)
+                    await local.spawn_all(shared, callbacks, started)
 
     @property
     def plan(self) -> GroupPlan:
@@ -229,11 +200,9 @@ class OneHost:
     ) -> Rank:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
-        shared = self._shared
-        process, inside = await _process(
-            self._local, rank, shared, callbacks, self._standby, imported=awaited
-        )
-        start = _start(self._local, rank, shared, live, placement)  # of the weights in force by now
+        local, shared = self._local, self._shared
+        process, inside = await local.spawn(rank, shared, callbacks, self._standby, imported=awaited)
+        start = self._local.start(rank, shared, live, placement)  # of the weights in force by now
         start.joins, start.awaited = True, awaited
         if inside is not None:
             start.handover = inside
@@ -272,89 +241,6 @@ class OneHost:
         return self._config.model.path, self._weights, self._files
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRanks:
-    """The ranks of this host.
-
-    outlive: a rank outlives the loss of another one. weights: version of those that config.model.path has.
-    files: see LoadParams.
-    """
-
-    config: Config
-    plan: GroupPlan
-    module: str = WORKER
-    outlive: bool = False
-    weights: int = 0
-    files: str = ""
-
-
-def warn_of_unused(plan: GroupPlan) -> None:
-    """Logs the unused parts of the checkpoint, once per server."""
-    if plan.unused:
-        log.warning("%s", plan.unused)
-
-
-async def spawn_here(
-    local: LocalRanks,
-    callbacks: RankCallbacks,
-    started: Callable[[RankProcess], None],
-    standby: StandbyPool | None = None,
-) -> None:
-    """Starts the ranks of this host and sends each its Start message. standby: processes to take first.
-
-    Raises: StartupError.
-    """
-    with starting():
-        shared = await asyncio.to_thread(_share, local)
-        with closing(shared.descriptors):
-            await _spawn_all(local, shared, callbacks, started, standby)
-
-
-async def _spawn_all(
-    local: LocalRanks,
-    shared: SharedMemory,
-    callbacks: RankCallbacks,
-    started: Callable[[RankProcess], None],
-    standby: StandbyPool | None = None,
-) -> None:
-    for rank in local_ranks(local.config):
-        start = _start(local, rank, shared, range(num_ranks(local.config)), local.plan.placement)
-        process, inside = await _process(local, rank, shared, callbacks, standby, imported=True)
-        started(process)
-        if inside is not None:
-            start.handover = inside
-        process.send(pb.ToRank(start=start).SerializeToString())
-
-
-async def _process(
-    local: LocalRanks,
-    rank: int,
-    shared: SharedMemory,
-    callbacks: RankCallbacks,
-    standby: StandbyPool | None,
-    *,
-    imported: bool = False,
-) -> tuple[RankProcess, int | None]:
-    """One on standby, if there is one, else a new one. Raises: OSError.
-
-    imported: see StandbyPool.take(). A new process imports at the usual priority.
-    Returns: it, and Start.handover if it was on standby.
-    """
-    while standby is not None and (waiting := standby.take(imported=imported)) is not None:
-        try:
-            return waiting.become(rank, callbacks, shared.descriptors), waiting.inside
-        except OSError as error:
-            log.warning("a process on standby cannot become rank %d: %s", rank, error)
-    hang_seconds = local.config.exchange.timeout_seconds
-    made = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
-    return made, None
-
-
-def standby_pool(config: Config, module: str = WORKER) -> StandbyPool:
-    """Processes on standby on this host; it is empty until fill()."""
-    return StandbyPool(standby_processes(config), module, config.exchange.timeout_seconds)
-
-
 async def ended(ranks: Sequence[Rank], seconds: float) -> None:
     """Waits until all have ended, at most `seconds`."""
     waits = [asyncio.ensure_future(rank.exited.wait()) for rank in ranks if not rank.exited.is_set()]
@@ -362,39 +248,3 @@ async def ended(ranks: Sequence[Rank], seconds: float) -> None:
         _, pending = await asyncio.wait(waits, timeout=seconds)
         for wait in pending:
             wait.cancel()
-
-
-def _share(local: LocalRanks) -> SharedMemory:
-    config, spec = local.config, local.plan.exchange
-    if config.cluster.nodes == 1:
-        segment = create_segment(segment_spec(topology_of(config, spec), spec))
-        shadow, kv = local.plan.shadow, local.plan.kv if local.outlive else None
-        return SharedMemory(
-            segment,
-            shadow=None if shadow is None else create_shadow(shadow),
-            kv=KvMemory(kv, local.plan.kv_keeps),
-        )
-    share = create_host_share(spec, hosts_of(config), config.cluster.node_rank)
-    return SharedMemory(share.fd, share.bells)
-
-
-def _start(
-    local: LocalRanks, rank: int, shared: SharedMemory, live: Sequence[int], placement: Placement | None
-) -> pb.Start:
-    return pb.Start(
-        placement=None if placement is None else placement_message(placement),
-        live=live,
-        rank=rank,
-        num_ranks=local.plan.exchange.num_ranks,
-        config_json=json.dumps(local.config.values()),
-        exchange_fd=shared.segment,
-        bells=shared.bells,
-        threads=local.plan.threads,
-        kv_blocks=local.plan.kv_blocks,
-        outlives=local.outlive,
-        weights_version=local.weights,
-        weights_files=local.files,
-        shadow_fd=shared.shadow,
-        kv_fd=shared.kv.fd,
-        kv_place=shared.kv.take(rank),
-    )

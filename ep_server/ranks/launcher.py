@@ -21,7 +21,8 @@ from ep_server.errors import InternalError, RankLost, StartupError, Unavailable,
 from ep_server.orders import PreparePlacement, RankOrder, SwitchChange
 from ep_server.ranks.board import Board, LaunchTiming, Timing
 from ep_server.ranks.generations import Generations
-from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, ended
+from ep_server.ranks.hosts import Hosts, OneHost, Rank, ended
+from ep_server.ranks.local_ranks import WORKER
 from ep_server.ranks.messages import (
     add_message,
     error_of,

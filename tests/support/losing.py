@@ -12,8 +12,8 @@ from typing import Any
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.config import Config
 from ep_server.frontend.server import Server
-from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.local_ranks import WORKER
 from ep_server.ranks.restarting import RestartingRanks
 from tests.support.frontend import Recorder
 from tests.support.ranks.rank_group import greedy

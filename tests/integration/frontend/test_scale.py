@@ -19,8 +19,8 @@ from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient
 from ep_server.errors import EpServerError
 from ep_server.orders import DropChange, PrepareWeights
-from ep_server.ranks import hosts
 from ep_server.ranks.board import Board
+from ep_server.ranks.local_ranks import LocalRanks
 from ep_server.ranks.process import NO_CALLBACKS
 from ep_server.records import RankLoad, RankStatistics
 from ep_server.v1.rank_pb2 import ToRank
@@ -255,7 +255,7 @@ async def test_a_process_that_starts_in_a_switch_has_new_weights(
             host.use_weights("/new", 7)
             return SimpleNamespace(send=sent.append), None
 
-        monkeypatch.setattr(hosts, "_process", process)
+        monkeypatch.setattr(LocalRanks, "spawn", process)
         await host.replace(2, NO_CALLBACKS, range(3), None, awaited=False)
         host.kv.leave(2, lost=False)
         start = ToRank.FromString(sent[0]).start

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ep_server.models.timers import Phase
-from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.local_ranks import WORKER
 from ep_server.records import Grammar, GrammarKind, KvSource, Request, Sampling, Stopping
 from tests.support.models.checkpoints import Tiny
 from tests.support.ranks.rank_group import Recorder, greedy, rank_config

@@ -16,8 +16,8 @@ import pytest
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cluster.node_group import GroupOrder, NodeGroup
 from ep_server.config import Config
-from ep_server.ranks.hosts import WORKER, LocalRanks, SharedMemory, _process, standby_pool
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.local_ranks import WORKER, LocalRanks, SharedMemory, standby_pool
 from ep_server.ranks.process import NO_CALLBACKS
 from ep_server.ranks.standby import StandbyPool
 from tests.support.ranks.rank_group import Recorder, greedy
@@ -135,7 +135,7 @@ async def test_one_that_died_unseen_becomes_no_rank(pool: StandbyPool, dead: int
     unused: Any = None
     local = LocalRanks(CONFIG, unused)
     async with asyncio.timeout(WAIT):
-        process, inside = await _process(local, 7, shared, callbacks, pool)
+        process, inside = await local.spawn(7, shared, callbacks, pool)
         for one in waiting[:dead]:
             await one.process.ended.wait()
             assert one.process._channel._transport.is_closing() and one.descriptors.fileno() == -1

@@ -13,8 +13,8 @@ from ep_server.config import Config
 from ep_server.engine.engine import Engine
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
-from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.local_ranks import WORKER
 from ep_server.ranks.restarting import RestartingRanks
 from tests.support.frontend import Recorder
 from tests.support.raw_client import Output, RawClient
