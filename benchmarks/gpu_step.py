@@ -31,7 +31,7 @@ from ep_server.config import Config
 from ep_server.exchange.segment import create_segment
 from ep_server.exchange.spec import control_spec
 from ep_server.models.families import read_spec
-from ep_server.ranks.build import Front, RankParts, build_rank
+from ep_server.ranks.build import RankParts, build_rank
 from ep_server.ranks.devices import CudaDevice
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
@@ -113,9 +113,8 @@ def built(
     start = pb.Start(
         rank=0, num_ranks=1, threads=1, exchange_fd=segment, config_json=json.dumps(config.values())
     )
-    return build_rank(
-        start, Front(lambda *_: None, Opening(lambda _: None, lambda *_: pb.Connect())), Captured
-    )
+    opening = Opening(lambda _: None, lambda *_: pb.Connect())
+    return build_rank(start, lambda *_: None, opening, Captured)
 
 
 def step_of(case: Case, given: argparse.Namespace) -> StepBatch:

@@ -195,15 +195,11 @@ def pinned(size: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
-_kept = list[torch.Tensor]()  # a GPU that never ended its work may still use them
-
-
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
-    """Ends what pinned() began, before the memory is given back. Keeps it where copies do not end."""
+    """Ends what pinned() began, before the memory is given back. Where copies do not end it stays pinned."""
     try:
-        await_idle(device, STEP_SECONDS)
+        await_idle(device, STEP_SECONDS, used=memory)
     except InternalError as error:
         log.error("%.2f GiB of host memory for KV blocks stay in use: %s", len(memory) / 2**30, error)
-        _kept.append(memory)
         return
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
