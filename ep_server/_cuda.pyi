@@ -293,22 +293,29 @@ class Experts:
         self, stream: int, work: ExpertsWork, *, rows_of_tile: int, wide: bool, reads_ahead: bool
     ) -> None: ...
 
-class AttentionWork:
-    def __init__(
+class Shares:
+    def __init__(self, *, at: int, most: int, total: int, finished: int) -> None: ...
+    def cut(
         self,
         *,
-        count: int,
-        positions: int,
-        slots: int,
+        stream: int,
+        device: int,
         lengths: int,
-        blocks: int,
-        blocks_pitch: int,
-        sums: int,
-        stats: int,
+        slots: int,
+        sequences: int,
+        heads: int,
+        teams: int,
+        tile: int,
+        least: int,
+    ) -> None: ...
+
+class AttentionWork:
+    def __init__(
+        self, *, count: int, shares: Shares, blocks: int, blocks_pitch: int, sums: int, stats: int
     ) -> None: ...
 
 class AttentionLaunchConfig:
-    def __init__(self, *, team: int, blocks: int, splits: int) -> None: ...
+    def __init__(self, *, team: int, blocks: int) -> None: ...
 
 class Attention:
     def __init__(

@@ -84,9 +84,8 @@ class Rank:
 @contextmanager
 def kernels_for_hopper() -> Iterator[None]:
     """Attention by StillNative where a rank on Hopper has its kernels."""
-    native = SimpleNamespace(
-        AttentionWork=StillNative, AttentionLaunchConfig=StillNative, Attention=StillNative
-    )
+    names = "AttentionWork", "AttentionLaunchConfig", "Attention", "Shares"
+    native = SimpleNamespace(**dict.fromkeys(names, StillNative))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capability, "import_module", lambda _: native)
         patch.setattr(
@@ -156,6 +155,9 @@ class StillNative:
 
     def run(self, **given: Any) -> None:
         assert given["step"].given["count"] > 0
+
+    def cut(self, **_: Any) -> None:
+        pass
 
 
 class StillPrefill:

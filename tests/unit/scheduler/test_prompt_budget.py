@@ -120,9 +120,7 @@ def test_prompts_go_on_where_streams_alone_exceed_it():
         (AUTO_BUDGET, 40, 1, {40}),
     ],
 )
-def test_a_prompt_of_few_tokens_runs_as_a_stream_where_no_chunk_keeps_a_configured_budget(
-    asked, tokens, prompts, counts
-):
+def test_few_tokens_run_one_by_one_where_no_chunk_keeps_a_budget(asked, tokens, prompts, counts):
     budget = learned(limits_of(asked), gpu)
     for _ in range(3):
         prompt_beside_streams(budget, 64, gpu)
