@@ -71,15 +71,20 @@ def split(
 def cut(batch: StepBatch, count: int, size: int) -> list[StepBatch]:
     """The first `size` tokens, the next `size` tokens ... and the rest: `count` steps, some perhaps empty.
 
-    Single tokens come first. See split() for chunks.
+    In the order of row_order(). See split() for chunks.
     """
     if count == 1:
         return [batch]
-    rest, groups = sorted(batch.slices, key=lambda s: len(s.token_ids) != 1), []
+    rest, groups = sorted(batch.slices, key=row_order), []
     for _ in range(count - 1):
         group, rest = _take(rest, size)
         groups.append(group)
     return [StepBatch(tuple(g), sum(len(s.token_ids) for s in g)) for g in (*groups, rest)]
+
+
+def row_order(piece: SeqSlice) -> tuple[bool, bool]:
+    """Sort key of a step's rows: single tokens first, those that are sampled before the others."""
+    return len(piece.token_ids) != 1, not piece.sample
 
 
 def _moved(part: MicroBatch, device: torch.device) -> MicroBatch:
@@ -125,7 +130,7 @@ def _split(scored: ScoredRows, position: int) -> tuple[ScoredRows | None, Scored
 
 def _tensors(slices: Sequence[SeqSlice], block_size: int) -> MicroBatch:
     # A chunk's remainder of one token decodes like any other; keep such sequences in front.
-    slices = sorted(slices, key=lambda s: len(s.token_ids) != 1)
+    slices = sorted(slices, key=row_order)
     lengths = [len(s.token_ids) for s in slices]
     starts = [0]
     for length in lengths:

@@ -59,7 +59,7 @@ class KvTables:
         seq.flushed = False
         seq.capacity = len(seq.blocks) * seq.block_size
         seq.sealed = seq.named = len(shared)
-        seq.computed = seq.planned = seq.sealed * seq.block_size + found
+        seq.begin_at(seq.sealed * seq.block_size + found)
         self._await_full(seq)
         if seq.cached_tokens is None:
             copied = found if seq.loading >= FIRST_TICKET else 0  # from a lost rank, which is no cache
@@ -123,13 +123,13 @@ class KvTables:
         """A fetch has ended with so many tokens; the sequence computes what did not arrive."""
         if seq is not None:
             seq.fetched = True
-            seq.computed = seq.planned = seq.sealed * seq.block_size + tokens
+            seq.begin_at(seq.sealed * seq.block_size + tokens)
             seq.cached_tokens = min(seq.cached_tokens or 0, seq.computed)
 
     def _copied(self, seq: ScheduledSequence | None, blocks: int) -> None:
         """A copy from lost ranks has ended with so many blocks; the sequence computes the rest."""
         if seq is not None:
-            seq.computed = seq.planned = (seq.sealed + blocks) * seq.block_size
+            seq.begin_at((seq.sealed + blocks) * seq.block_size)
 
     def filled(self, seq: ScheduledSequence) -> None:
         """The steps or copies that filled blocks of a sequence have ended: offers and names them."""

@@ -25,8 +25,9 @@ FULL, LEAST_FACTOR = 0.9, 1.5
 GROWTH = 1.25  # rows of a step against those of earlier ones: the model need not hold far beyond them
 LEAST_SHARE = 256  # of the largest step, which prompts get in any case
 # Where no chunk keeps a configured budget, the only prompt runs one token in a step, as a stream does, if it
-# has so few: a second turn behind a long history, say.
-FEW = 64
+# has so few: a second turn behind a long history, say. Such steps do not show what chunks cost. So each
+# lowers what they are thought to cost, and now and then a prompt runs a chunk again.
+FEW, FORGET = 64, 0.998
 BASE_WEIGHT, TOKEN_WEIGHT, PAIR_WEIGHT = 0.1, 0.4, 0.02  # of the latest step in each mean
 OUTLIER = 4.0  # times what was expected: the host was busy
 
@@ -56,7 +57,7 @@ class Room:
     """What is left of a step. tokens, ns: at most so many more. used: rows of the step so far.
 
     token, pair: cost of a row and of a pair. sizes: rows that steps are padded to, ascending; may be empty.
-    slow: a prompt of few tokens runs them one by one.
+    slow: a prompt of up to FEW tokens runs them one by one.
     """
 
     tokens: int
@@ -70,7 +71,7 @@ class Room:
     def fit(self, start: int, whole: int) -> int:
         """Tokens that a prompt may run behind `start` computed ones; at least 1 if there is room at all.
 
-        whole: tokens that it had to run at first.
+        whole: tokens that it had to run when it began.
         """
         if self.slow and whole <= FEW:
             return min(self.tokens, 1)
@@ -169,7 +170,10 @@ class PromptBudget:
             whole, smallest = AUTO_FACTOR * base, _nearest(self._smallest, max(singles, 1)) or 0.0
             spare = (whole if smallest < FULL * whole else LEAST_FACTOR * smallest) - base
         if spare < least * self._token:  # prompts must go on, however slowly
-            return Room(least, slow=alone and asked != AUTO_BUDGET)
+            slow = alone and asked != AUTO_BUDGET
+            if slow:
+                self._token *= FORGET
+            return Room(least, slow=slow)
         return Room(most, spare, singles, self._token, self._pair, self.limits.step_sizes)
 
     def _grown(self, singles: int) -> int:

@@ -323,7 +323,7 @@ class RankScheduler:
                 seq = begun.pop(0)
             else:
                 break
-            chunk = seq.chunk(room.fit(seq.planned, len(seq.tokens) - (seq.cached_tokens or 0)))
+            chunk = seq.chunk(room.fit(seq.planned, seq.to_run))
             slices.append(chunk)
             going.append(seq)
             room.take(chunk.start, len(chunk.token_ids))

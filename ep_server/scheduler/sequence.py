@@ -45,7 +45,8 @@ class ScheduledSequence:
     blocks: its KV table, empty while it waits. capacity = len(blocks) * block_size.
     computed: leading tokens whose keys and values are in the cache.
     planned: the same once the steps in flight have run. pending: tokens that they draw for it.
-    admissions: times it was given blocks.
+    admissions: times it was given blocks. to_run: tokens that were not computed then; NEVER where positions
+      of the prompt are to be scored.
     scored: leading prompt positions that need not be scored any more: the step that does it is planned.
     score_end: the same once all are. It reads no block of the prefix cache beyond `scored`.
     sealed: leading full blocks offered to the prefix index. named: the same that others find if the rank is
@@ -84,6 +85,7 @@ class ScheduledSequence:
     planned: int = 0
     pending: int = 0
     admissions: int = 0
+    to_run: int = 0
     scored: int = 0
     sealed: int = 0
     named: int = 0
@@ -153,6 +155,11 @@ class ScheduledSequence:
         start, end = self.planned, min(self.planned + most, len(self.tokens))
         ids, last, scored = self.tokens[start:end], end == len(self.tokens), self.score(start, end)
         return SeqSlice(self.number, start, ids, self.blocks, last, self.admissions, scored)
+
+    def begin_at(self, computed: int) -> None:
+        """It has blocks, and so many leading tokens need not run."""
+        self.computed = self.planned = computed
+        self.to_run = NEVER if self.scored < self.score_end else len(self.tokens) - computed
 
     @property
     def waits(self) -> bool:

@@ -201,9 +201,9 @@ class GpuRunner:
         """Rows that a step is padded to for a graph; 0 = no graph fits, or it has nothing to run."""
         if not batch.slices:
             return 0
-        single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
-        if not single and any(s.scored is not None for s in batch.slices):
-            return 0  # graphs have no logits of rows that are not sampled
+        if any(s.scored is not None for s in batch.slices):
+            return 0  # graphs leave no logits of rows that are not sampled
+        single = all(len(s.token_ids) == 1 for s in batch.slices)
         least = 0 if single else self._inputs[0].shape.sequences + 1  # see GraphKey
         return self.graphs.bucket_of(max(batch.num_tokens, least))
 

@@ -1,10 +1,10 @@
 """The inputs of a step's kernels at fixed device addresses, and how a StepBatch gets there.
 
-Rows are tokens. Sequences with one token come first, one row each; chunks of prompts follow. A captured graph
-always reads the first rows; slot -1 and length 0 mark padding. Where chunks may follow, only the device knows
-how many sequences have one token. Both attention kernels then get all sequences: in the kernel for single
-tokens chunks have length 0, and in the kernel for chunks single tokens have no rows. One kernel per step
-copies all inputs. Units: tokens, blocks.
+Rows are tokens. Sequences with one token come first, one row each, those that are sampled before the others;
+chunks of prompts follow. A captured graph always reads the first rows; slot -1 and length 0 mark padding.
+Where chunks may follow, only the device knows how many sequences have one token. Both attention kernels then
+get all sequences: in the kernel for single tokens chunks have length 0, and in the kernel for chunks single
+tokens have no rows. One kernel per step copies all inputs. Units: tokens, blocks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from ep_server.backends.gpu.chunk_copies import CopiedBlocks, CopiedBlocksInput, CopyRule
 from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
 from ep_server.errors import InternalError
+from ep_server.models.batch import row_order
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
 # ids, sources, positions, slots, lengths, query starts, sampled rows, numbers, counts; lengths and slots for
@@ -138,7 +139,7 @@ class StepInput:
     def padded(self, rows: int, *, copied: bool = False) -> StepTensors:
         """A view of so many rows on the step filled last, or on later ones.
 
-        Up to `shape.sequences` rows are single tokens, and all are sampled. With more rows, some may belong
+        Up to `shape.sequences` rows are single tokens, and all have logits. With more rows, some may belong
         to chunks, and `shape.sequences` rows are sampled. Rows beyond those of the step and its padding are
         left over from earlier steps. copied: chunks attend to a copy.
         """
@@ -189,7 +190,7 @@ class StepInput:
             return False
         if rows > self.shape.sequences:  # chunks may be among them
             return True
-        return singles == len(batch.slices) and all(piece.sample for piece in batch.slices)
+        return singles == len(batch.slices)
 
     def _send(self, host: torch.Tensor, rows: int, tables: np.ndarray) -> None:
         """Columns of so many rows, followed by the tables."""
@@ -228,10 +229,10 @@ class StepInput:
 
 
 def ordered(batch: StepBatch) -> Sequence[SeqSlice]:
-    """The slices in the order of rows: sequences of one token first."""
-    if all(len(piece.token_ids) == 1 for piece in batch.slices):
+    """The slices in the order of rows, see row_order()."""
+    if all(len(piece.token_ids) == 1 and piece.sample for piece in batch.slices):
         return batch.slices
-    return sorted(batch.slices, key=lambda piece: len(piece.token_ids) != 1)
+    return sorted(batch.slices, key=row_order)
 
 
 def sampled_slices(batch: StepBatch) -> list[SeqSlice]:

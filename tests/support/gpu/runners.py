@@ -82,7 +82,9 @@ class Together:
 COUNT = 3  # tokens drawn
 
 
-def staggered(runner: GpuRunner, model: Tiny, prompts: int) -> tuple[dict[int, list[int]], list[int]]:
+def staggered(
+    runner: GpuRunner, model: Tiny, prompts: int, micro_batches: int = 1
+) -> tuple[dict[int, list[int]], list[int]]:
     """Tokens by request, one request more in each step; and the bucket of every step."""
     limits = SchedulerLimits(
         max_running=8, max_step_tokens=20, block_size=BLOCK, kv_blocks=BLOCKS,
@@ -101,7 +103,7 @@ def staggered(runner: GpuRunner, model: Tiny, prompts: int) -> tuple[dict[int, l
                 scheduler.add(request)
             while len(flying) <= 1 and (batch := scheduler.plan()).slices:
                 buckets.append(runner.bucket_of(batch))
-                flying.append((batch, runner.launch(batch, 1, buckets[-1])))
+                flying.append((batch, runner.launch(batch, micro_batches, buckets[-1])))
             batch, launched = flying.popleft()
             for event in scheduler.commit(batch, runner.collect(launched)):
                 tokens.setdefault(event.number, []).append(event.token_id)

@@ -10,7 +10,7 @@ import pytest
 from ep_server.records import SeqSlice, StepBatch
 from ep_server.scheduler import SchedulerLimits
 from ep_server.scheduler.batch import AUTO_BUDGET
-from ep_server.scheduler.prompt_budget import PromptBudget, RanStep, Room
+from ep_server.scheduler.prompt_budget import PromptBudget, RanStep, Room, prompt_tokens
 from ep_server.scheduler.sequence import ScheduledSequence
 from tests.support.ranks.simulated_rank import SimulatedRank, make_request, stream_alone
 
@@ -70,7 +70,8 @@ def prompt_beside_streams(
         count = min(room.fit(at, length), length - at)
         rows = next((size for size in sizes if size >= singles + count), singles + count)
         took = time(rows, count * (at + count / 2)) * next(noises)
-        budget.ran(RanStep(int(took), rows, singles, count), chunk(at, count, singles))
+        batch = chunk(at, count, singles)
+        budget.ran(RanStep(int(took), rows, singles, prompt_tokens(batch)), batch)
         steps.append((count, took))
         at += count
     return steps
@@ -130,6 +131,14 @@ def test_few_tokens_run_one_by_one_where_no_chunk_keeps_a_budget(asked, tokens, 
         taken.add(count := min(room.fit(at, tokens), tokens - at))
         at += count
     assert taken == counts
+
+
+def test_chunks_are_tried_again_after_one_that_seemed_dear():
+    """The host was busy in the first step with a prompt: it took 50 ms more."""
+    budget = learned(limits_of(20 * MS), gpu)
+    budget.ran(RanStep(int(gpu(80, 0)) + 50 * MS, 80, STREAMS, 16), chunk(0, 16))
+    rounds = [len(prompt_beside_streams(budget, 40, gpu)) for _ in range(60)]
+    assert rounds[0] == 40 and max(rounds[40:]) <= 3
 
 
 @pytest.mark.parametrize(("sizes", "counts"), [((), (130, 130, 130)), (SIZES, (20, 12, 12))])

@@ -9,6 +9,8 @@ import pytest
 from ep_server.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidArgument
 from ep_server.records import NO_TOKEN, PENDING_TOKEN, FinishReason, RankLoad, SampledToken, StepBatch
 from ep_server.scheduler import SchedulerLimits
+from ep_server.scheduler.prompt_budget import Room
+from ep_server.scheduler.sequence import NEVER
 from tests.support.ranks.simulated_rank import SimulatedRank, make_request, stream_alone
 
 
@@ -245,6 +247,32 @@ def test_a_preempted_sequence_finds_its_own_prefix_again():
         assert rank.stream(number) == stream_alone(rank.requests[number])
         assert {event.cached_tokens for event in rank.events[number]} == {0}
     assert rank.scheduler.load().prefix_queries == 16  # a second admission is no query
+
+
+def test_what_is_left_to_run_is_counted_at_each_admission(monkeypatch):
+    """The budget of prompts is told, also of one that was preempted: all runs in one chunk here."""
+    told, fit = [], Room.fit
+    monkeypatch.setattr(
+        Room, "fit", lambda room, start, whole: told.append((start, whole)) or fit(room, start, whole)
+    )
+    rank = rank_of(kv_blocks=7, max_step_tokens=64, prefix_cache=True)
+    for number in (1, 2):
+        rank.add(make_request(number, range(number, number + 8), max_new=14))
+    rank.finish_all()
+    assert rank.scheduler.load().preemptions >= 1
+    assert told == [
+        (s.start, len(s.token_ids)) for b in rank.batches for s in b.slices if len(s.token_ids) > 1
+    ]
+
+
+def test_a_prompt_whose_positions_are_scored_is_not_short(monkeypatch):
+    """Its steps have no graph, so they should be few."""
+    told, fit = [], Room.fit
+    monkeypatch.setattr(Room, "fit", lambda room, start, whole: told.append(whole) or fit(room, start, whole))
+    rank = rank_of()
+    rank.add(make_request(1, range(8), max_new=2, scores=0))
+    rank.finish_all()
+    assert told == [NEVER]
 
 
 # --- prefix cache ---

@@ -5,7 +5,7 @@
 //
 // The token's own key and value come from the projections. Every item normalises and rotates its queries. The
 // item with the last position also writes key and value to the cache and into its tile. Attention waits for
-// that, so a warp requests its first tiles during this work. Lengths and tables belong to the step, not to
+// that, so a warp requests its first tiles during this work. Shares and tables belong to the step, not to
 // the preceding kernel, and are read before waiting for it. The arithmetic is that of
 // kernels/triton/paged_decode.py: softmax by exp2, running maximum.
 #include <algorithm>

@@ -59,8 +59,9 @@ struct Item {
   __device__ uint32_t position() const { return max(length, 1u) - 1; }  // of the token
 };
 
-// A team's items: one of each round. Rounds alternate in direction, because the first items are the longest.
-// Each thread of a warp holds the share of one in 32. Shares belong to the step, not to the preceding kernel.
+// A team's items: one of each round. Rounds alternate in direction: shares of contexts that are cut come
+// first and are longer than most others, so the teams without one begin the second round. Each thread of a
+// warp holds the share of one in 32. Shares belong to the step, not to the preceding kernel.
 template <uint32_t kSize>
 class Agenda {
  public:

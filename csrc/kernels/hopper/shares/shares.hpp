@@ -30,16 +30,18 @@ struct Request {
   const int32_t *lengths, *slots;  // slots: null for none
   uint32_t sequences, heads;       // heads: KV heads of each share
   uint32_t teams;                  // that process (share, KV head) pairs at the same time
-  uint32_t tile, least;            // positions of a tile; tiles of a share of a context that is cut
+  uint32_t tile, least;            // positions of a tile; tiles that a share should have at least
 };
 
-// (share, KV head) pairs of contexts that are cut, for each team.
+// (share, KV head) pairs of contexts that are cut, for each team, at most. A context is cut from 1.5 times
+// the wanted size s on, into t / s + 1/2 shares of its t tiles at most, which is 4/3 t / s; and s is at least
+// what a team would get.
 inline constexpr uint32_t kMostPairs = 2;
 
 // Enqueues the kernel. A context is cut into as many shares as one of the wanted size goes into it, rounded.
 // That size is what each team would get of all contexts, or up to twice as much if all pairs then run at
-// once; `least` tiles at least. Throws std::invalid_argument for unsupported sizes, std::runtime_error for
-// errors of CUDA.
+// once; `least` tiles at least. Shares may have a quarter less. Throws std::invalid_argument for unsupported
+// sizes, std::runtime_error for errors of CUDA.
 void cut(cudaStream_t stream, int device, const Request& request, const Shares& shares);
 
 cudaError_t start(cudaStream_t stream, const Request& request, const Shares& shares);

@@ -12,6 +12,7 @@ from ep_server.backends.gpu import decoder, graphs
 from ep_server.backends.gpu.graphs import GraphKey, buckets_with_chunks
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
+from ep_server.scheduler.prompt_budget import Room
 from tests.support.gpu.runners import COUNT, SingleTokens, Together, gpu_runner, staggered
 from tests.support.models.checkpoints import Tiny
 from tests.support.models.driver import BLOCK, BLOCKS
@@ -56,6 +57,19 @@ def test_single_tokens_by_a_kernel_of_their_own(
     model, prompts = tiny("qwen3_moe"), 2
     tokens, _ = staggered(gpu_runner(model.path, FORMS), model, prompts)
     assert tokens == {number: list(model.tokens[number][:COUNT]) for number in range(prompts)}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_prompts_by_single_tokens_run_graphs_of_decode_steps(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, micro_batches: int
+) -> None:
+    """Most of their rows are not sampled, beside streams and other prompts."""
+    monkeypatch.setattr(Room, "fit", lambda room, start, whole: min(room.tokens, 1))
+    model, prompts = tiny("qwen3_moe"), 2
+    runner = gpu_runner(model.path, (GraphKey(4, micro_batches), GraphKey(20)))
+    tokens, buckets = staggered(runner, model, prompts, micro_batches)
+    assert tokens == {number: list(model.tokens[number][:COUNT]) for number in range(prompts)}
+    assert set(buckets) == {4}
 
 
 def test_a_rank_without_chunks_runs_the_bucket_of_those_with(tiny: Callable[[str], Tiny]) -> None:

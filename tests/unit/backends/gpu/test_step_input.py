@@ -11,7 +11,7 @@ import torch
 
 from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors, ordered, sampled_slices
 from ep_server.errors import InternalError
-from ep_server.models.batch import split
+from ep_server.models.batch import cut, split
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 from tests.support.triton.harness import DEVICE
 
@@ -39,9 +39,10 @@ def batch_of(*sizes: tuple[int, int, bool], seed: int = 0) -> StepBatch:
         batch_of((9, 1, True), (3, 1, True)),
         batch_of((0, 8, False)),
         batch_of((0, 4, True), (12, 1, False)),
+        batch_of((3, 1, False), (12, 1, True), (0, 2, False), (5, 1, False), (8, 1, True)),
         StepBatch((), 0),
     ],
-    ids=("mixed", "decode", "chunk", "unsampled-single", "empty"),
+    ids=("mixed", "decode", "chunk", "unsampled-single", "unsampled-first", "empty"),
 )
 def test_as_the_cpu_engine_has_it(batch: StepBatch) -> None:
     step = StepInput(SHAPE, DEVICE).fill(batch, {})
@@ -190,12 +191,26 @@ def test_a_token_in_flight_is_named_by_its_place() -> None:
 
 @pytest.mark.parametrize(
     "batch",
-    [batch_of(*[(0, 1, True)] * 5), batch_of((0, 2, True)), batch_of((0, 1, False))],
-    ids=("too-many", "chunk", "unsampled"),
+    [batch_of(*[(0, 1, True)] * 5), batch_of((0, 2, True))],
+    ids=("too-many", "chunk"),
 )
 def test_a_bucket_is_of_single_tokens(batch: StepBatch) -> None:
     with pytest.raises(InternalError, match="is not one of 4 rows"):
         StepInput(SHAPE, DEVICE).fill(batch, {}, padded=4)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_sampled_rows_come_first_in_a_bucket_of_single_tokens(micro_batches: int) -> None:
+    batch = batch_of((3, 1, False), (12, 1, True), (5, 1, False), (8, 1, True))
+    sizes = [4] if micro_batches == 1 else [2, 2]
+    parts = cut(batch, micro_batches, sizes[0])
+    rows = []
+    for part, size in zip(parts, sizes, strict=True):
+        step = StepInput(SHAPE, DEVICE).fill(part, {}, padded=size)
+        assert step.sample_rows is None
+        rows += step.positions.tolist()
+    sampled = [piece for part in parts for piece in sampled_slices(part)]
+    assert rows[: len(sampled)] == [piece.start for piece in sampled] == [12, 8]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class LaunchConfig:
     """The configuration of a launch.
 
     team: warps that process a (share of a context, KV head): 1, 2, 4 or 8 (the whole block). blocks: upper
-    bound, one per multiprocessor. least: positions of a share, if there are several.
+    bound, one per multiprocessor. least: positions that a share should have; some have a quarter less.
     """
 
     team: int
@@ -50,6 +50,9 @@ class HopperAttentionStep:
 
     def __init__(self, step: StepTensors, spec: GqaSpec, config: LaunchConfig) -> None:
         """Enqueues the cuts of contexts on the current stream; can be captured.
+
+        HopperAttention reads them before the kernel ahead of it has ended. So a kernel that waits for its
+        predecessors before it lets the next one start must lie between, as a projection does.
 
         Args:
             config: see launch_config_for().

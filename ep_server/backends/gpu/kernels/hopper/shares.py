@@ -40,7 +40,7 @@ class ContextShares:
             lengths: [S] int32, with the newest token. slots: [S] int32, of that token.
             kv_heads, group, dim: query heads of a KV head; channels of a value.
             teams: that process (share, KV head) pairs at the same time.
-            tile: positions. least: tiles of a share of a context that is cut.
+            tile: positions. least: tiles that a share should have; some have a quarter less.
         """
         count, device, module = len(lengths), lengths.device, native()
         pairs = _PAIRS * teams

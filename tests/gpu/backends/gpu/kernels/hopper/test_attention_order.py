@@ -60,16 +60,18 @@ class OneLayer:
 
     def layer(self, steps: Sequence[StepTensors], after_each: Callable[[], None] = lambda: None) -> None:
         normed = []
+        shared = [HopperAttentionStep(step, self.case.spec, self.config) for step in steps]
+        after_each()
         for step in steps:
             residual, x = (torch.empty(ROWS, HIDDEN, device="cuda", dtype=BF16) for _ in range(2))
             tokens = RowTokens(step.ids, step.sources, self.drawn)
             embed(tokens, self.embedding, self.norm, EPS, residual, x)
             normed.append(x)
             after_each()
-        for step, x, out in zip(steps, normed, self.out, strict=True):
+        for step, x, out in zip(shared, normed, self.out, strict=True):
             qkv = self.product(x)
             after_each()
-            self.kernel.run(qkv, HopperAttentionStep(step, self.case.spec, self.config), out)
+            self.kernel.run(qkv, step, out)
             after_each()
 
     def run(self, layer: Callable[[list[StepTensors]], None]) -> tuple[torch.Tensor, list[torch.Tensor]]:

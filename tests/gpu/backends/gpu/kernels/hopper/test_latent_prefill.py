@@ -113,7 +113,7 @@ def check(chunks: Chunks, heads: int = 3) -> None:
     parted, again = case.run(kernel), case.run(kernel)
     case.check(parted)
     used = case.starts[-1]
-    assert torch.equal(parted[:used], again[:used])  # whoever was last
+    assert torch.equal(parted[:used], again[:used])
 
 
 @pytest.mark.parametrize("heads", [1, 3, 10, 16])
