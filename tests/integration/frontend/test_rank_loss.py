@@ -18,11 +18,23 @@ from grpc.aio import AioRpcError
 
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.ranks import process
-from tests.support.losing import ASKED, NEW, RANKS, WAIT, Losing, losing, run_all, seen
+from tests.support.losing import (
+    ASKED,
+    NEW,
+    RANKS,
+    WAIT,
+    Losing,
+    losing,
+    run_all,
+    seen,
+    shortened,
+    undisturbed,
+)
 from tests.support.models.perturbed import perturbed
 from tests.support.ranks.fatal_add_rank import FATAL
 from tests.support.ranks.serving import begun
 
+SHORT = shortened(64)  # for one loss, which comes early
 Loss = Callable[[Losing, random.Random], Awaitable[None]]
 
 
@@ -98,7 +110,7 @@ async def balanced(losing: Losing) -> None:
 async def test_five_losses_change_no_output() -> None:
     draw = random.Random(11)
     async with losing() as lost:
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        expected = await undisturbed(lost.client, ASKED)
         for loss in (killed, broken, killed):
             pids = lost.group().pids
             await lose(lost, loss, draw, expected)
@@ -113,7 +125,7 @@ async def test_the_others_go_on_and_a_rank_that_fails_twice_stays_out() -> None:
     """The first loss: its requests move, and a new process joins. The new process is lost: it stays out."""
     async with losing(resilience__rank_losses=2) as lost:
         engine, group = lost.server.engine, lost.group()
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        expected = await undisturbed(lost.client, ASKED)
         running = await lost.begun(ASKED, 10)
         lost.signal(3)
         await lost.until(lambda: lost.group().live == {0, 1, 2} and len(lost.heard.recovered) == 1)
@@ -133,7 +145,7 @@ async def test_the_others_go_on_and_a_rank_that_fails_twice_stays_out() -> None:
 async def test_new_processes_take_the_places_of_all_ranks() -> None:
     """What the ranks shared and the process on standby are kept. A place is empty when its rank is lost."""
     async with losing() as lost:
-        expected, group = [seen(output) for output in await run_all(lost.client, ASKED)], lost.group()
+        expected, group = await undisturbed(lost.client, ASKED), lost.group()
         pids = set(group.pids)
         await lose(lost, all_killed, random.Random(2), expected)
         assert lost.group() is group and not pids & set(group.pids)
@@ -153,7 +165,7 @@ async def kill(losing: Losing, draw: random.Random, rank: int) -> None:
 async def test_many_losses_change_no_output(loss: Loss, times: int) -> None:
     draw = random.Random(times)
     async with losing(3.0 if loss is stopped else 60.0) as lost:
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        expected = await undisturbed(lost.client, ASKED)
         for _ in range(times):
             await lose(lost, loss, draw, expected)
         await balanced(lost)
@@ -163,8 +175,8 @@ async def test_a_request_that_is_fatal_to_add_ends_alone() -> None:
     """It ends every process that puts it into its queue. The others lose three ranks, and no token."""
     fields = {"parallel__ranks": 2, "scheduler__max_step_tokens": 512}
     async with losing(module="tests.support.ranks.fatal_add_rank", **fields) as lost:
-        asked = ASKED[:1] + ASKED[2:4]
-        expected = [seen(output) for output in await run_all(lost.client, asked)]
+        asked = SHORT[:1] + SHORT[2:4]
+        expected = await undisturbed(lost.client, asked)
         requests = lost.server.engine._requests
         running = await begun(lambda: run_all(lost.client, asked), lambda: len(requests) >= 4)
         with pytest.raises(AioRpcError, match="; 3 ranks were lost while they worked on it") as caught:
@@ -177,8 +189,8 @@ async def test_a_request_that_is_fatal_to_add_ends_alone() -> None:
 async def test_a_rank_that_reads_experts_for_long_is_waited_for() -> None:
     """Longer than a hang may take. The others do not start again for it."""
     async with losing(8.0, module="tests.support.ranks.slow_experts_rank") as lost:
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
-        group, running = lost.group(), await lost.begun(ASKED, 30)
+        expected = await undisturbed(lost.client, SHORT)
+        group, running = lost.group(), await lost.begun(SHORT, 20)
         lost.signal(2)
         assert [seen(output) for output in await running] == expected
         await lost.recovered(1)
@@ -190,13 +202,13 @@ async def test_weights_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
     path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
     other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
     async with losing(model__path=str(path)) as lost:
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        expected = await undisturbed(lost.client, SHORT)
         (path / "model.safetensors").touch()
-        running = await lost.begun(ASKED, 5)
+        running = await lost.begun(SHORT, 5)
         lost.signal(1)
         assert [seen(output) for output in await running] == expected
         await lost.recovered(1)
-        running = await lost.begun(ASKED, 5)
+        running = await lost.begun(SHORT, 5)
         (other / "model.safetensors").replace(path / "model.safetensors")
         lost.signal(2)
         with pytest.raises(AioRpcError, match="its files hold other weights now than the ranks have loaded"):
@@ -208,7 +220,7 @@ async def test_a_checkpoint_that_is_gone_ends_the_server(tmp_path: Path) -> None
     """Experts of a lost rank cannot be read, now or by other processes. The status names the file."""
     path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
     async with losing(model__path=str(path)) as lost:
-        running = await lost.begun(ASKED, 5)
+        running = await lost.begun(SHORT, 5)
         (path / "model.safetensors").unlink()
         lost.signal(1)
         with pytest.raises(AioRpcError, match=rf"UNAVAILABLE[^$]*{path}.*model\.safetensors") as caught:
@@ -222,8 +234,8 @@ async def test_a_file_that_is_away_for_a_moment_costs_no_rank(tmp_path: Path, sp
     """The others read it, or processes that they wait for."""
     path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
     async with losing(model__path=str(path), resilience__spare_slots=spare_slots) as lost:
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
-        group, running = lost.group(), await lost.begun(ASKED, 5)
+        expected = await undisturbed(lost.client, SHORT)
+        group, running = lost.group(), await lost.begun(SHORT, 5)
         pids = set(group.pids)
         (path / "model.safetensors").rename(path / "away")
         lost.signal(1)
@@ -238,8 +250,8 @@ async def test_a_file_that_is_away_for_a_moment_costs_no_rank(tmp_path: Path, sp
 async def test_a_start_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """They need a new process in the place of the lost one. The host has none for a moment."""
     async with losing(resilience__spare_slots="0", resilience__standby=0) as lost:
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
-        group, running = lost.group(), await lost.begun(ASKED, 5)
+        expected = await undisturbed(lost.client, SHORT)
+        group, running = lost.group(), await lost.begun(SHORT, 5)
         pids, start, failures = set(group.pids), process.subprocess.Popen, [1, 2, 3]
 
         def unlucky(*given: Any, **how: Any) -> Any:

@@ -12,12 +12,12 @@ import pytest
 
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.v1 import control_pb2
-from tests.support.losing import ASKED, Losing, losing, run_all, seen
+from tests.support.losing import Losing, losing, run_all, seen, shortened, undisturbed
 from tests.support.models.perturbed import perturbed
 from tests.support.models.poisoned import poison_experts
 
 WAIT = 120.0
-SOME = ASKED[:4]
+SOME = shortened(64)[:4]
 SHADOW = {"resilience__shadow": "on", "model__updates": "/"}
 
 
@@ -37,7 +37,7 @@ async def test_lost_experts_come_from_the_shadow(tmp_path: Path, spares: str) ->
     path = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, path)
     async with losing(model__path=str(path), resilience__spare_slots=spares, **SHADOW) as lost:
-        expected = [seen(output) for output in await run_all(lost.client, SOME)]
+        expected = await undisturbed(lost.client, SOME)
         assert poison_experts(path)
         await lose(lost, 1, expected)
 
@@ -45,7 +45,7 @@ async def test_lost_experts_come_from_the_shadow(tmp_path: Path, spares: str) ->
 async def test_new_weights_renew_the_shadow(tmp_path: Path) -> None:
     other = perturbed(DEMO_MODEL, tmp_path / "other", share=1.0)
     async with losing(**SHADOW) as lost:
-        old = [seen(output) for output in await run_all(lost.client, SOME)]
+        old = await undisturbed(lost.client, SOME)
         request = control_pb2.UpdateWeightsRequest(path=str(other))
         done = await lost.client.control.UpdateWeights(request, timeout=WAIT)
         assert done.version == 1 and done.bytes > 0
