@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
@@ -67,8 +68,8 @@ def needed(name: str, groups: list[Group]) -> list[Group]:
 def judge(name: str, case: Case, groups: list[Group], folder: Path) -> None:
     """Runs promtool on one case of an alert. Raises: AssertionError with what promtool says."""
     rules, test = folder / "rules.yaml", folder / "test.yaml"
-    rules.write_text(yaml.safe_dump({"groups": needed(name, groups)}))
-    test.write_text(yaml.safe_dump(promtool_case(name, case, groups)))
+    rules.write_text(json.dumps({"groups": needed(name, groups)}))  # JSON is YAML, written faster
+    test.write_text(json.dumps(promtool_case(name, case, groups)))
     promtool("test", "rules", str(test))
 
 
