@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -69,10 +70,17 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The syntax of a file."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Every absolute module name that a file imports, anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -81,9 +89,10 @@ def imports(path: Path) -> set[str]:
             # `from package import module` imports the module; `from module import name` does not.
             modules = {name for name in names if is_module(name)}
             found |= modules or {node.module or ""}
-    return found
+    return frozenset(found)
 
 
+@cache
 def is_module(name: str) -> bool:
     head, _, rest = name.partition(".")
     if head != "ep_server" or not rest:
@@ -105,11 +114,15 @@ def area_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-@pytest.mark.parametrize("path", sources("*.py"), ids=lambda path: module_name(path) or "__init__")
-def test_import_directions(path):
-    area = area_of(module_name(path))
-    if area not in ASSEMBLY:
-        assert {name for name in own_imports(path) if not within(name, ALLOWED[area] | {area})} == set()
+def test_import_directions():
+    against = {
+        (module_name(path), name)
+        for path in sources("*.py")
+        if (area := area_of(module_name(path))) not in ASSEMBLY
+        for name in own_imports(path)
+        if not within(name, ALLOWED[area] | {area})
+    }
+    assert against == set()
 
 
 def test_no_import_cycles():
@@ -149,7 +162,7 @@ def classes_of(*under: str) -> list[tuple[str, ast.ClassDef]]:
         (module_name(path), node)
         for folder in under
         for path in sources("*.py", under=PACKAGE / folder)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     ]
 
@@ -258,7 +271,7 @@ def test_the_front_imports_nothing_later_than_at_its_start():
             module_name(path),
             {"models", "backends", "exchange", "compat", "testing", "ranks.life", "ranks.devices"},
         )
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for function in nodes(path)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -270,7 +283,7 @@ def test_the_front_imports_nothing_later_than_at_its_start():
 def test_only_config_reads_the_environment():
     readers = set()
     for path in sources("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             named = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
             taken = isinstance(node, ast.ImportFrom) and any("env" in a.name for a in node.names)
             if named or (taken and node.module == "os"):
@@ -284,7 +297,7 @@ def test_no_module_takes_a_private_name_of_another():
     taken = [
         f"{module_name(path)}: {node.module}.{alias.name}"
         for path in sources("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ep_server")
         for alias in node.names
         if alias.name.startswith("_") and alias.name not in ("_C", "_cuda", "__version__")
