@@ -48,7 +48,9 @@ async def tokens(
 
 async def sizes(path: Path, module: str, dtype: str, prompt: tuple[int, ...]) -> list[object]:
     """Bytes of weights, cache and exchange of each of two ranks, and the tokens of a prompt."""
-    group, heard = RankProcesses(rank_config(path, 2, model__dtype=dtype), module=module), Recorder()
+    small = {"scheduler__max_running": 2, "scheduler__max_step_tokens": 8, "parallel__graphs": False}
+    config = rank_config(path, 2, model__dtype=dtype, **small)
+    group, heard = RankProcesses(config, module=module), Recorder()
     try:
         ready = await group.start(heard, heard.on_progress)
         group.submit(1, greedy(1, prompt, COUNT))
