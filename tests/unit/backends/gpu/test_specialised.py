@@ -27,6 +27,7 @@ from tests.support.gpu.specialised import (
     kernels_for_hopper,
     recorded,
     still_runner,
+    without_products,
 )
 from tests.support.triton.harness import INTERPRETED
 
@@ -99,7 +100,7 @@ def request(number: int) -> Request:
 def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) -> None:
     rank, rng = RANKS[name], random.Random(7)
     on = kernels_for_hopper() if rank.hopper or rank.copies else nullcontext()
-    with on, recorded() as launches, torch.inference_mode():
+    with on, without_products(), recorded() as launches, torch.inference_mode():
         runner = started(tmp_path, rank)
         warm = frozenset(launches)
         for number in range(1, rank.sequences + 1):
@@ -126,7 +127,7 @@ def prepared(folder: Path, rank: Rank) -> list[int]:
         done.append(max(batch.num_tokens, 1))
         return fill(self, batch, *rest, **named)
 
-    with pytest.MonkeyPatch.context() as patch, recorded(), torch.inference_mode():
+    with pytest.MonkeyPatch.context() as patch, without_products(), recorded(), torch.inference_mode():
         patch.setattr(StepInput, "fill", filled)
         patch.setattr(runner_module, "await_current", lambda *_: done.append(0))
         still_runner(folder, rank).prepare()
