@@ -82,7 +82,7 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
     async with serving(options=STOP) as servers:
         processes = [rank for server in servers for rank in server.ranks]
         assert len(processes) == 2
-        async with streams(*servers, new_tokens=1000) as calls, health(*servers) as healthy:
+        async with streams(*servers, new_tokens=300) as calls, health(*servers) as healthy:
             assert await healthy() == [True, True]
             servers[told].signal(signal.SIGTERM)
             async with asyncio.timeout(WAIT):
@@ -90,7 +90,7 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
                     assert not any(call.done() for call in calls)
             assert await healthy("") == [True, True]  # a probe that restarts Pods leaves them alone
             for call in calls:
-                assert (await rest(call))[-1].finished.usage.output_tokens == 1000
+                assert (await rest(call))[-1].finished.usage.output_tokens == 300
         assert [await server.end() for server in servers] == [0, 0]
         assert left(processes) == []
         assert [server.text for server in servers] == [[], []]
@@ -107,13 +107,13 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
 )
 async def test_both_nodes_told_to_stop_still_drain(first: int, awaited: str) -> None:
     """A stop that comes from the other node is no first signal: the own first one does not stop at once."""
-    async with serving() as servers, streams(*servers, new_tokens=1000) as calls:
+    async with serving() as servers, streams(*servers, new_tokens=300) as calls:
         servers[first].signal(signal.SIGTERM)
         if awaited:
             await servers[0].until(lambda: servers[0].said(awaited))
         servers[1 - first].signal(signal.SIGTERM)
         for call in calls:
-            assert (await rest(call))[-1].finished.usage.output_tokens == 1000
+            assert (await rest(call))[-1].finished.usage.output_tokens == 300
         assert [await server.end() for server in servers] == [0, 0]
         assert servers[0].said("draining, at most")
 
@@ -157,7 +157,7 @@ async def test_signals_up_to_the_last_moment_change_no_exit_code(told: int) -> N
 async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
     async with (
         serving(options=STOP) as servers,
-        streams(*servers, new_tokens=800) as calls,
+        streams(*servers, new_tokens=300) as calls,
         AsyncExitStack() as stack,
     ):
         channels = [
@@ -171,7 +171,7 @@ async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
                 await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         assert not any(call.done() for call in calls)
         for call in calls:
-            assert (await rest(call))[-1].finished.usage.output_tokens == 800
+            assert (await rest(call))[-1].finished.usage.output_tokens == 300
 
 
 async def test_a_node_that_is_killed_ends_the_server_and_is_named() -> None:
