@@ -24,7 +24,7 @@ from ep_server.ranks.local_ranks import LocalRanks
 from ep_server.ranks.process import NO_CALLBACKS
 from ep_server.records import RankLoad, RankStatistics
 from ep_server.v1.rank_pb2 import ToRank
-from tests.support.losing import ASKED, WAIT, losing, run_all, seen
+from tests.support.losing import ASKED, WAIT, losing, run_all, seen, undisturbed
 from tests.support.models.perturbed import perturbed
 from tests.support.ranks.cache_mirror import CacheMirror
 from tests.support.ranks.serving import begun
@@ -34,7 +34,7 @@ async def test_ranks_join_and_leave_while_requests_run() -> None:
     """Two ranks become four, one is held out, two of them leave, and the first returns."""
     fields = {"parallel__ranks": 2, "parallel__max_ranks": 4, "resilience__spare_slots": "2"}
     async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        expected = await undisturbed(lost.client, ASKED)
         engine = lost.server.engine
         for steps in (
             [({"ranks": 4}, {0, 1, 2, 3}), ({"hold_out": [2]}, {0, 1, 3})],
@@ -168,7 +168,7 @@ async def test_new_ranks_become_what_the_old_ones_were(
 
     fields = {"parallel__ranks": 2, "parallel__max_ranks": 3, "resilience__spare_slots": "8"}
     async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
-        expected = [seen(output) for output in await run_all(lost.client, ASKED)]
+        expected = await undisturbed(lost.client, ASKED)
         assert list((await client.scale(2, hold_out=[0])).live) == [1, 2]
         before = lost.server.engine.rank_statistics[1].counters
         assert [seen(output) for output in await run_all(lost.client, ASKED)] == expected

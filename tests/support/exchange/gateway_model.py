@@ -39,6 +39,19 @@ class GatewayModel(Model):
         ]
         self.record = self.size
         self.size += self.ranks * rules.num_banks * self.ranks
+        # Per gateway and (bank, source): its record, and the header cell of each rank of the gateway's host.
+        self._carried = [
+            [
+                (
+                    self._record(gateway, bank) + source,
+                    source,
+                    [(self._at(self.header, DISPATCH, r, bank) + source, r) for r in self._mates(gateway)],
+                )
+                for bank in range(rules.num_banks)
+                for source in range(self.ranks)
+            ]
+            for gateway in range(self.ranks)
+        ]
 
     def successors(self, state: bytes) -> Iterator[tuple[str, bytes, str]]:
         """The steps of the ranks, and of the carriers of all that live."""
@@ -46,11 +59,9 @@ class GatewayModel(Model):
         for gateway in range(self.ranks):
             if state[self.status + gateway] == Status.DEAD:
                 continue
-            for bank in range(self.rules.num_banks):
-                for source in range(self.ranks):
-                    epoch = state[self._record(gateway, bank) + source]
-                    for reader in self._mates(gateway) if epoch else ():
-                        cell = self._at(self.header, DISPATCH, reader, bank) + source
+            for record, source, cells in self._carried[gateway]:
+                if epoch := state[record]:
+                    for cell, reader in cells:
                         if state[cell] < epoch:
                             following = bytearray(state)
                             following[cell] = epoch

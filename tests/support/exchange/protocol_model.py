@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 
 DISPATCH, COMBINE = 0, 1
 NEVER = 1 << 30
@@ -157,7 +158,7 @@ class Model:
             if state[self.status + rank]:
                 continue
             step, following = self.steps[rank][state[rank]], bytearray(state)
-            label = f"rank {rank}: {step.kind} {'DC'[step.op]}{step.epoch} peer {step.peer}"
+            label = _label(rank, step)
             missing = self._missing(state, rank, step)
             if step.kind == "open" and step.value:
                 following[self.status + rank] = Status.HOOK_NOT_CALLED
@@ -333,6 +334,11 @@ def _writes_row(op: int, epoch: int, writer: int, reader: int, ranks: int, rules
         return True
     others = [(reader + i) % ranks for i in range(1, ranks)]
     return others[epoch // rules.num_banks % len(others)] == writer
+
+
+@cache
+def _label(rank: int, step: Step) -> str:
+    return f"rank {rank}: {step.kind} {'DC'[step.op]}{step.epoch} peer {step.peer}"
 
 
 def _path(parents: dict[bytes, tuple[bytes, str] | None], state: bytes) -> list[str]:
