@@ -22,12 +22,13 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "examples" / "README.md").read_text()
 COMMANDS = dict(re.findall(r"^\| \[(\w+)\.py\].*`(.*)` \|$", PAGE, re.MULTILINE))
 SECONDS = 120.0
+NO_STANDBY = {"EP_SERVER_RESILIENCE__STANDBY": "0"}  # no rank is lost here, and each process imports torch
 
 
 def run(name: str, *arguments: str) -> list[str]:
     """Runs the command of the page, with more arguments. Returns: lines of its standard output."""
     python = Path(sys.executable).parent
-    environ = os.environ | {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
+    environ = os.environ | NO_STANDBY | {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
     if "PYTHONPATH=" not in COMMANDS[name]:
         environ["PYTHONPATH"] = str(ROOT)
     command = COMMANDS[name].replace("PYTHONPATH=", f"PYTHONPATH={ROOT}:")
@@ -60,7 +61,7 @@ def server() -> Iterator[str]:
     address = f"127.0.0.1:{port}"
     (command,) = re.findall(r"^ep-server (serve .*)$", PAGE, re.MULTILINE)
     line = [sys.executable, "-m", "ep_server", *command.split(), f"--port={port}", "--metrics-port=0"]
-    process = subprocess.Popen(line, cwd=ROOT)
+    process = subprocess.Popen(line, cwd=ROOT, env=os.environ | NO_STANDBY)
     try:
         with Client(address) as client:
             end = time.monotonic() + SECONDS

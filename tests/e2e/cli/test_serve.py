@@ -28,6 +28,7 @@ from tests.support.raw_client import RawClient
 
 MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
 WAIT = 120.0  # seconds; the machine may be busy with much else
+NO_STANDBY = ("--resilience-standby", "0")  # where no process is replaced: each imports torch
 
 
 @dataclass
@@ -87,7 +88,7 @@ async def served(*arguments: str) -> AsyncIterator[tuple[Process, RawClient]]:
 
 
 async def test_serve_answer_cancel_drain() -> None:
-    async with served() as (process, client):
+    async with served(*NO_STANDBY) as (process, client):
         assert process.lines[-1]["message"].endswith(f" on {process.address}, 2 ranks on cpu")
         answer = await client.complete("12+30=", temperature=0.0, timeout=WAIT)
         assert answer.text.split() == ["42"]
@@ -193,7 +194,7 @@ async def end(call: Any) -> Code:
 
 
 async def test_callers_of_a_stopped_server_are_told() -> None:
-    async with served() as (process, _):
+    async with served(*NO_STANDBY) as (process, _):
         # The second time is for a stream that ended before the signal, or a server that was held up.
         for seconds in (1.0, 10.0):
             target = Target(process.address, keepalive_seconds=1.0, keepalive_timeout_seconds=seconds)

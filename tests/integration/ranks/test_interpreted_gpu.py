@@ -140,7 +140,7 @@ async def test_without_graphs(tiny: Tiny) -> None:
 
 
 async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:
-    uniform = {"model__load_format": "dummy", "model__routing": "uniform"}
+    uniform = {"model__load_format": "dummy", "model__routing": "uniform", "parallel__graphs": False}
     on_cpu, _ = await tokens(tiny.path, 1, WORKER, tiny.prompts[:1], **uniform)
     drawn, heard = await tokens(tiny.path, 1, INTERPRETED, tiny.prompts[:1], **uniform)
     assert drawn == on_cpu
