@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -217,15 +217,22 @@ def test_a_slow_disk_is_no_hang(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> N
     assert reading(tiny, before, signs.release, batch_bytes=1 << 30) == 1
 
 
-def test_an_error_ends_what_other_threads_would_read(tiny: Get) -> None:
-    begun = set[str]()
+def test_an_error_ends_what_other_threads_would_read(tiny: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, cancelled = set[str](), threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            cancelled.set()
+            super().shutdown(wait=wait)
 
     def before(name: str) -> None:
         begun.add(name.partition("_proj")[0].rpartition(".")[0])
-        if name.startswith("model.layers.0"):
+        if name.startswith("model.layers.0.mlp.experts.0."):
             raise CheckpointError("the disk has failed")
-        time.sleep(0.05)
+        cancelled.wait(30)
 
+    monkeypatch.setattr(experts, "ThreadPoolExecutor", Pool)
     with pytest.raises(CheckpointError, match="the disk has failed"):
         reading(tiny, before, lambda: None, threads=1)
     assert len(begun) <= 2, begun  # the second may have begun before anybody saw the error
