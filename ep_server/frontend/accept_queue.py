@@ -53,7 +53,7 @@ class AcceptQueue(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._cleanup = ExitStack()
-        self._address = ""
+        self.path = ""  # of the socket of the probes, if there is one
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Answers probes; notes the arrival of other calls."""
@@ -73,15 +73,15 @@ class AcceptQueue(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
             return
         try:
             directory = self._cleanup.enter_context(TemporaryDirectory(prefix="ep-server-"))
-            address = f"unix:{Path(directory) / 'probes'}"
-            server.add_insecure_port(address)
-            self._address = address
+            path = str(Path(directory) / "probes")
+            server.add_insecure_port(f"unix:{path}")
+            self.path = path
         except (OSError, RuntimeError) as error:
             log.warning("cannot measure how long calls wait to be accepted: %s", error)
 
     def start(self) -> None:
         """Probes from now on. The server has started."""
-        if self._address:
+        if self.path:
             self._thread = threading.Thread(target=self._send, name="accept-probes", daemon=True)
             self._thread.start()
 
@@ -94,7 +94,7 @@ class AcceptQueue(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
 
     def _send(self) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        with grpc.insecure_channel(self._address, options=options) as channel:
+        with grpc.insecure_channel(f"unix:{self.path}", options=options) as channel:
             call = channel.unary_unary(self._method, bytes, bytes)
             for number in itertools.count():
                 if self._stop.wait(PERIOD):

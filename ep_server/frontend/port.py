@@ -98,14 +98,13 @@ class Port:
         if place is not None:
             self._calls.refuse()
             await self._calls.ended(seconds)
-            try:
-                hang_up(place)
-            except OSError as error:  # for example no descriptor is left; the server stops anyway
-                log.warning("sockets not closed, calls may end with CANCELLED: %s", error)
+            _hang_up(place)
         if self._draining is not None:
             self._draining.cancel()
             await asyncio.wait((self._draining,))
         await asyncio.to_thread(self._queue.close)
+        if place is not None and self._queue.path:  # else gRPC may log that the probes' channel got GOAWAY
+            _hang_up(LocalPlace(self._queue.path))
         for server in self._servers:
             await server.stop(None)
 
@@ -147,6 +146,17 @@ class Place:
         return number == self.number and (not self.addresses or _ip(host) in self.addresses)
 
 
+@dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """A Unix socket that a port listens on too."""
+
+    path: str
+
+    def has(self, found: socket.socket) -> bool:
+        """Whether a socket is bound here."""
+        return found.family == socket.AF_UNIX and found.getsockname() == self.path
+
+
 def place_of(address: str) -> Place:
     """The place of host:port. Raises: OSError where the host has no address."""
     host, _, number = address.rpartition(":")
@@ -161,7 +171,14 @@ def _ip(host: str) -> IPv4Address | IPv6Address:
     return getattr(found, "ipv4_mapped", None) or found
 
 
-def hang_up(place: Place) -> None:
+def _hang_up(place: Place | LocalPlace) -> None:
+    try:
+        hang_up(place)
+    except OSError as error:  # for example no descriptor is left; the server stops anyway
+        log.warning("sockets not closed, calls may end with CANCELLED: %s", error)
+
+
+def hang_up(place: Place | LocalPlace) -> None:
     """Refuses new connections and closes all open ones; gRPC has a call for neither.
 
     For a port of a server in this process, which stops next. Other threads may open and close descriptors
@@ -173,7 +190,7 @@ def hang_up(place: Place) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def stop_listening(place: Place) -> None:
+def stop_listening(place: Place | LocalPlace) -> None:
     """Refuses new connections; see hang_up()."""
     for number, listener in _sockets_at(place, listening=True):
         # Another socket takes its place: if it ended under gRPC, that would log an error.
@@ -181,7 +198,7 @@ def stop_listening(place: Place) -> None:
             os.dup2(idle.fileno(), number, inheritable=False)
 
 
-def _sockets_at(place: Place, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
+def _sockets_at(place: Place | LocalPlace, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
     """Sockets of this process at `place`: descriptors, and copies that are closed at once."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         # Only sockets: closing a copy of a file would drop this process's locks on it.

@@ -10,9 +10,10 @@ import select
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -23,8 +24,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ep_server.config import GrpcConfig
 from ep_server.errors import ConfigError
-from ep_server.frontend import endpoint, health, port
+from ep_server.frontend import accept_queue, endpoint, health, port
 from ep_server.frontend.health import Health
+from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Place, Port, hang_up, place_of
 from tests.support.certificates import make_certificates
 from tests.support.frontend import WAIT, Code, failure, next_event, trailers
@@ -180,6 +182,33 @@ async def test_server_stops_without_free_file_descriptors(
         await one.close(0.0)
         assert (await failure(call)).code() in {Code.CANCELLED, Code.UNAVAILABLE}
     assert "too many open files" in caplog.text
+
+
+@pytest.mark.parametrize("closes", [True, False])
+async def test_probes_leave_no_line_in_the_log_of_grpc(
+    closes: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where their channel closes later than the server stops, as on a busy machine."""
+    channels = []
+
+    def channel(*arguments: Any, **named: Any) -> Any:
+        channels.append(make(*arguments, **named))
+        return channels[-1] if closes else nullcontext(channels[-1])
+
+    make = grpc.insecure_channel
+    monkeypatch.setattr(accept_queue, "grpc", SimpleNamespace(**vars(grpc) | {"insecure_channel": channel}))
+    waited = asyncio.Event()
+    limits = CallLimits(measured="/grpc.health.v1.Health/Check", on_accept_wait=lambda _: waited.set())
+    for _ in range(5):
+        one = Port(GrpcConfig(port=0), frozenset(), limits)
+        health.add_HealthServicer_to_server(Health(()), one.server)
+        await one.open()
+        await asyncio.wait_for(waited.wait(), WAIT)
+        waited.clear()
+        await one.close(0)
+    for made in channels:
+        made.close()
+    assert "GOAWAY" not in capfd.readouterr().err
 
 
 @contextmanager
