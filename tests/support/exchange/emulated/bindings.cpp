@@ -7,5 +7,6 @@ void bind_experts(pybind11::module_&) {}
 void bind_attention(pybind11::module_&) {}
 void bind_mla(pybind11::module_&) {}
 void bind_prefill(pybind11::module_&) {}
+void bind_shares(pybind11::module_&) {}
 void bind_products(pybind11::module_&) {}
 void bind_loading(pybind11::module_&) {}
