@@ -1,5 +1,5 @@
 // Exposes the cuts of contexts into shares: unwraps pointers and a stream.
-// ep_server/backends/gpu/kernels/hopper/shares.py checks the arguments.
+// ep_server/backends/gpu/kernels/hopper/shares.py allocates what it fills.
 #include "kernels/hopper/shares/shares.hpp"
 
 #include <pybind11/pybind11.h>

@@ -13,7 +13,7 @@ import pytest
 from grpc import aio
 
 from ep_server.cluster import link as link_module
-from ep_server.cluster.claim import claim_of, hello_of
+from ep_server.cluster.claim import Claim, claim_of, hello_of
 from ep_server.cluster.discovery import NodePlace
 from ep_server.cluster.leader import Leader
 from ep_server.ranks.hosts import Rank, ended
@@ -37,6 +37,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "STUCK", 1)
 
 
+async def hello_alone(claim: Claim) -> AsyncIterator[pb.Bundle]:
+    """What a host sends that is switched off then: nothing more, nor an end."""
+    yield pb.Bundle(messages=[pb.NodeMessage(hello=hello_of(claim))])
+    await asyncio.sleep(WAIT)
+
+
 @pytest.mark.usefixtures("impatient")
 async def test_returning_node_takes_over_its_broken_link(
     caplog: pytest.LogCaptureFixture,
@@ -47,11 +53,7 @@ async def test_returning_node_takes_over_its_broken_link(
     ):
         claim = meeting.claim(1)
 
-        async def say() -> AsyncIterator[pb.Bundle]:
-            yield pb.Bundle(messages=[pb.NodeMessage(hello=hello_of(claim))])
-            await asyncio.sleep(WAIT)  # and nothing more, nor an end: as a host that was switched off
-
-        await nodes_pb2_grpc.NodesStub(channel).Join(say()).read()
+        await nodes_pb2_grpc.NodesStub(channel).Join(hello_alone(claim)).read()
         async with asyncio.timeout(WAIT / 3), meeting.join(claim) as link:
             assert "claims its number; checking whether it is alive" in caplog.text
             assert "node 1 was silent for 1 s" in caplog.text
@@ -70,14 +72,10 @@ async def test_second_claim_is_refused_only_once_the_first_is_alive() -> None:
     ):
         claim = meeting.claim(1)
 
-        async def say() -> AsyncIterator[pb.Bundle]:
-            yield pb.Bundle(messages=[pb.NodeMessage(hello=hello_of(claim))])
-            await asyncio.sleep(WAIT)  # and nothing more
-
         stub = nodes_pb2_grpc.NodesStub(channel)
-        dumb = [stub.Join(say()) for _ in range(3)]
+        silent = [stub.Join(hello_alone(claim)) for _ in range(3)]
         async with asyncio.timeout(WAIT / 3):
-            for call in dumb:  # each takes the place once the one before has fallen silent
+            for call in silent:  # each takes the place once the one before has fallen silent
                 assert isinstance(await call.read(), pb.Bundle)
             async with meeting.join(claim) as link:
                 assert "another node joined under this number" in await meeting.refused(claim)

@@ -250,7 +250,7 @@ def test_a_preempted_sequence_finds_its_own_prefix_again():
 
 
 def test_what_is_left_to_run_is_counted_at_each_admission(monkeypatch):
-    """The budget of prompts is told, also of one that was preempted: all runs in one chunk here."""
+    """Also of a prompt that was preempted. Here each admission runs all that is left in one chunk."""
     told, fit = [], Room.fit
     monkeypatch.setattr(
         Room, "fit", lambda room, start, whole: told.append((start, whole)) or fit(room, start, whole)

@@ -44,7 +44,6 @@ struct Shared {
 
 // A tile of rows: tokens of one chunk for all query heads of one KV head.
 struct Rows {
-  uint32_t number;          // among all tiles of rows
   uint32_t sequence, head;  // head: of keys
   uint32_t row, tokens;     // the first token's row in the step; tokens from there to the chunk's end
   uint32_t position;        // of the first token
@@ -79,7 +78,7 @@ class Plan {
   // The number-th tile of rows. Long contexts come first.
   __device__ void find(uint32_t number, Rows& to) const {
     uint32_t tile = (total_ - 1 - number) / p_.kv_heads;
-    to.number = number, to.head = number % p_.kv_heads;
+    to.head = number % p_.kv_heads;
     for (uint32_t at = 0;; at += 32) {
       const uint32_t own = tiles(at + lane_), until = sum(own);
       const uint32_t here = __shfl_sync(~0u, until, 31);

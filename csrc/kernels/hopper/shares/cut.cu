@@ -46,13 +46,13 @@ class Cuts {
     uint64_t tiles = 0;
     for (uint32_t s = threadIdx.x; s < r.sequences; s += kThreads) tiles += tiles_of(s);
     const uint64_t even = (sums.all(tiles) * r.heads + r.teams - 1) / r.teams, step = (even + 3) / 4;
-    const uint64_t least = max(uint64_t(r.least), uint64_t(1));
-    for (share_ = max(even, least); share_ < 2 * even; share_ += step) {
+    const uint64_t first = max(even, uint64_t(r.least));
+    for (share_ = first; share_ < 2 * even; share_ += step) {
       uint64_t shares = 0;
       for (uint32_t s = threadIdx.x; s < r.sequences; s += kThreads) shares += of(s);
       if (sums.all(shares) * r.heads <= r.teams) return;
     }
-    share_ = max(even, least);
+    share_ = first;
   }
 
   __device__ uint32_t tiles_of(uint32_t sequence) const {
