@@ -35,6 +35,24 @@ from tests.support.ranks.late_copier import Cell, LateCopier
 VOCAB = 13  # small, so that stops and equal prefixes happen
 
 
+def small_rank(**changes) -> SimulatedRank:
+    """32 blocks of 4 tokens, steps of 16. changes: of its SchedulerLimits."""
+    values = {
+        "max_running": 8,
+        "max_step_tokens": 16,
+        "block_size": 4,
+        "kv_blocks": 32,
+        "prefix_cache": False,
+        "max_context": 100,
+    }
+    return SimulatedRank(SchedulerLimits(**{**values, **changes}))
+
+
+def shape(batch: StepBatch) -> list[tuple[int, int, int, bool]]:
+    """(number, start, tokens, whether it draws) of each slice."""
+    return [(s.number, s.start, len(s.token_ids), s.sample) for s in batch.slices]
+
+
 def make_request(number: int, prompt: Sequence[int], max_new: int = 8, **fields) -> Request:
     """A greedy request; stops=, eos=, min_new= set its stopping, scores= its prompt_logprobs, anything else
     its fields."""
