@@ -13,7 +13,7 @@ import grpc
 from ep_server.client.asynchronous import AsyncClient, AsyncStream
 from ep_server.client.failures import NO_RETRIES
 from ep_server.client.target import Target
-from ep_server.errors import EpServerError
+from ep_server.errors import EpServerError, Unavailable
 from ep_server.v1 import decode_pb2
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
 
     The decode server fetches the prompt's KV blocks while they are computed. Without the prefill server, or
     if it does not answer, the decode server computes the prompt: no request fails for that reason. Once a
-    prefill server has not answered, no request waits for it until it answers health checks.
+    prefill server could not be reached, or has not answered, no request tries it until it answers health
+    checks.
 
     Close it, or use it in `async with`. Closing it ends prefills that still run.
     """
@@ -83,7 +84,8 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
             log.warning("the decode server computes the prompt: %s", error or type(error).__name__)
             asked.cancel()
             await stream.close()
-            if isinstance(error, TimeoutError) and (self._asking is None or self._asking.done()):
+            gone = isinstance(error, (TimeoutError, Unavailable))
+            if gone and (self._asking is None or self._asking.done()):
                 self._asking = asyncio.get_running_loop().create_task(self._ask())
             return None
         self._begin(_finish(stream))
@@ -125,7 +127,7 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
 
     async def _ask(self) -> None:
         """Until the prefill server answers."""
-        log.warning("%s does not answer: no request waits for it", self._prefill.target.address)
+        log.warning("%s does not answer: no request tries it", self._prefill.target.address)
         while True:
             with suppress(EpServerError):
                 if await self._prefill.serving(timeout=ASK_SECONDS):

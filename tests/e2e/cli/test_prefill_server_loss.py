@@ -109,8 +109,13 @@ async def load(decode: AsyncClient, prefill: PrefillServer, found: list[list[Out
         await task
 
 
-async def test_nothing_waits_for_a_prefill_server_that_is_gone(tmp_path: Path) -> None:
-    """It does not return: a wait for it would take ten minutes. Rank 0 of the decode server is lost too."""
+async def test_nothing_waits_for_a_prefill_server_that_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not return: a wait for it would take ten minutes. Rank 0 of the decode server is lost too.
+
+    One request finds out, and one line says so.
+    """
     prefill, patient = PrefillServer(tmp_path), dict.fromkeys(("silence_seconds", "timeout_seconds"), 600.0)
     options = {f"handoff__{name}": seconds for name, seconds in patient.items()}
     async with (
@@ -126,6 +131,7 @@ async def test_nothing_waits_for_a_prefill_server_that_is_gone(tmp_path: Path) -
             os.kill(decode.ranks.pids[0], signal.SIGKILL)
             later = [await pair.generate(prompt(n), seed=n, **FIELDS) for n in range(STREAMS)]
             outputs = await asyncio.gather(*(stream.read() for stream in streams + later))
+    assert caplog.text.count("the decode server computes the prompt") == 1
     assert [each.token_ids for each in outputs] == [each.token_ids for each in alone] * 2
     assert all(each.finished and not each.finished.usage.cached_tokens for each in outputs[STREAMS:])
 
