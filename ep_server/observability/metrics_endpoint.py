@@ -129,6 +129,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = MAX_CONNECTIONS  # with 5, the default, some of a burst wait a second or longer
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
         self.address_family = family

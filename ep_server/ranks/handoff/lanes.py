@@ -18,7 +18,6 @@ from ep_server.ranks.handoff.wire import SLOTS, HandoffError, Line
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1  # between two looks at a holder that may be gone
-MAX_NAME = 256  # of an endpoint
 _ADDRESS = struct.Struct("<HQQQ")
 
 

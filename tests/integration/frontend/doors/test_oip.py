@@ -89,7 +89,8 @@ async def test_it_is_ready_while_lost_ranks_are_replaced() -> None:
         ranks.kill(0)
         async with aio.InferenceServerClient(served.server.address) as client:
             assert await client.is_server_ready() and await client.is_model_ready("fake")
-            waiting = asyncio.ensure_future(client.infer("fake", tensors(text_input="abc")))
+            few = tensors(text_input="abc", sampling_parameters={"max_tokens": 2})
+            waiting = asyncio.ensure_future(client.infer("fake", few))
             await served.until(lambda: served.heard.admitted == 1)
             ranks.start_gate.set()
             await waiting
