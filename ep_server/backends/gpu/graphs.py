@@ -103,8 +103,9 @@ class Graphs:
         Raises: InternalError if the device does not finish the warm-up runs.
         """
         progress(0, len(self._keys))
+        runs = WARM_UPS if self._device.type == "cuda" else 1
         for done, key in enumerate(sorted(self._keys, reverse=True), start=1):
-            for _ in range(WARM_UPS):
+            for _ in range(runs):
                 self._left[key] = self._work(key)
             if self._device.type == "cuda":
                 self._record(key)

@@ -37,7 +37,7 @@ class OneGpu:
         )
         self.model: RankModel = load_model(self.params)
         exchange = ReferenceExchange(exchange_spec(self.model, 0, 1, everything))
-        plan = GpuPlan(BLOCKS, WIDE_BLOCK, max_running=1, max_step_tokens=64, useful_blocks=BLOCKS)
+        plan = GpuPlan(BLOCKS, WIDE_BLOCK, max_running=1, max_step_tokens=PREFILL, useful_blocks=BLOCKS)
         self.runner: GpuRunner = gpu_runner(self.model, exchange, rows_of(exchange), plan, BLOCKS)
         with torch.inference_mode():
             self.runner.graphs.capture()

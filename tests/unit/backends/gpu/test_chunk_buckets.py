@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ep_server.backends.gpu import decoder, graphs
+from ep_server.backends.gpu import decoder
 from ep_server.backends.gpu.graphs import GraphKey, buckets_with_chunks
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
@@ -24,7 +24,6 @@ FORMS = (GraphKey(4), GraphKey(20))
 @pytest.fixture(autouse=True)
 def one_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels choose nothing in it."""
-    monkeypatch.setattr(graphs, "WARM_UPS", 1)
 
 
 @pytest.mark.parametrize("sequences", [1, 8, 63, 64, 200, 256, 1024])

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ep_server.backends.assembly import LoadParams, RankModel, load_model
-from ep_server.backends.gpu import graphs
 from ep_server.backends.gpu.assembly import GpuPlan, gpu_runner
 from ep_server.backends.gpu.attention import expanded
 from ep_server.backends.gpu.expansion import Expansion
@@ -73,7 +72,6 @@ class Over:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expanded, "HopperLatentPrefill", Over)
     monkeypatch.setattr(Expansion, "heads", property(lambda rule: rule.spec.heads // PASSES))
-    monkeypatch.setattr(graphs, "WARM_UPS", 1)
     Over.runs = 0
 
 

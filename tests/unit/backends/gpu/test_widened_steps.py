@@ -61,7 +61,6 @@ class Wide:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(widened, "HopperPrefill", Wide)
-    monkeypatch.setattr(graphs, "WARM_UPS", 1)
     Wide.runs = 0
 
 

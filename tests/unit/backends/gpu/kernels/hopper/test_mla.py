@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_server.backends.gpu import decoder, graphs
+from ep_server.backends.gpu import decoder
 from ep_server.backends.gpu.attention import decode_kernels
 from ep_server.backends.gpu.graphs import GraphKey, buckets_up_to
 from ep_server.backends.gpu.kernels.hopper.mla import (
@@ -142,7 +142,6 @@ def test_decoder_uses_it_for_single_tokens_and_triton_for_chunks(
     def never(*_: object) -> None:
         raise AssertionError("single tokens were Triton's")
 
-    monkeypatch.setattr(graphs, "WARM_UPS", 1)  # interpreted kernels choose nothing in it
     monkeypatch.setattr(decoder, "hopper_mla", ByTriton)
     monkeypatch.setattr(decoder, "HopperMlaStep", SingleTokens)
     monkeypatch.setattr(decode_kernels, "decode", never)
