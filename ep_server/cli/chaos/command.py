@@ -166,11 +166,12 @@ async def run(
                 ask = in_turn(ask, _gateway(*reversed(clients)))
         shapes = [await shape_of(each) for each in clients]
         report = Report(all(shape.exact for shape in shapes))
-        faults = [await Faults.on(*each, draw) for each in _shares(clients, shapes, plan)]
+        begun = list[Answer]()
+        faults = [await Faults.on(*each, draw, begun) for each in _shares(clients, shapes, plan)]
         report.elsewhere = [rank for each in clients for rank in await _elsewhere(each, plan)]
         asked = _requests(draw, await client.model_info(), lengths, streams, cached=prefill is None)
         silence = plan.recover_seconds + SETTLE_SECONDS
-        undisturbed = [whole(one) for one in await answers_of(direct(client), asked, silence)]
+        undisturbed = [whole(one) for one in await answers_of(direct(client), asked, silence, begun)]
         expected = [answer.output for answer in undisturbed]
         report.first_tokens["undisturbed"] = [answer.first_token for answer in undisturbed]
         before, tiers = await _memory(client), HostHits(clients)
@@ -180,7 +181,8 @@ async def run(
             running = asyncio.ensure_future(_all(faults))
             try:
                 while not running.done():
-                    answers += compare(await answers_of(ask, asked, silence), asked, expected, report)
+                    found = await answers_of(ask, asked, silence, begun)
+                    answers += compare(found, asked, expected, report)
                     report.host_tokens += await tiers.look()
                     bars.show("faults", sum(each.count for each in faults), plan.count)
                 with suppress(EpServerError):

@@ -7,6 +7,7 @@ nodes, those of other hosts are left alone.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -19,7 +20,9 @@ from itertools import cycle
 from pathlib import Path
 
 from ep_server.cli.chaos.changes import Bounds, Changes, bounds_of
+from ep_server.cli.chaos.streams import Answer
 from ep_server.client import AsyncClient
+from ep_server.engine.delivery import MAX_LOSSES
 from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError, RankLost, Unavailable
 from ep_server.ranks.protocol import pid_space
 from ep_server.v1 import control_pb2
@@ -108,7 +111,12 @@ class FaultPlan:
 
 
 class Faults:
-    """Loses ranks at random, and waits for each recovery; or makes a change."""
+    """Loses ranks at random, and waits for each recovery; or makes a change.
+
+    Args:
+        begun: the answers under way. None of them meets so many losses in a row, without a token, that the
+          server would end it as their cause.
+    """
 
     def __init__(
         self,
@@ -117,17 +125,23 @@ class Faults:
         shape: ServerShape,
         changes: Changes,
         draw: random.Random,
+        begun: Sequence[Answer] = (),
     ) -> None:
         self.changes, self._shape = changes, shape
         self.done: list[Fault] = []
         self.losses: list[Loss] = []  # that the server has recovered from
-        self._client, self._plan, self._draw = client, plan, draw
+        self._client, self._plan, self._draw, self._begun = client, plan, draw, begun
         self._turns = cycle(plan.kinds)
         self._stalled: dict[int, str] = {}  # by pid: when the process started
 
     @classmethod
     async def on(
-        cls, client: AsyncClient, plan: FaultPlan, shape: ServerShape, draw: random.Random
+        cls,
+        client: AsyncClient,
+        plan: FaultPlan,
+        shape: ServerShape,
+        draw: random.Random,
+        begun: Sequence[Answer],
     ) -> Faults:
         """Those of a plan. Raises: ConfigError for a change that nodes do not make; as bounds_of()."""
         scales, updates = (kind in plan.kinds for kind in (FaultKind.SCALE, FaultKind.UPDATE))
@@ -137,7 +151,7 @@ class Faults:
         bounds = Bounds()
         if scales or updates:
             bounds = await bounds_of(client, plan.scale_ranks, scales=scales, updates=updates)
-        return cls(client, plan, shape, Changes(client, bounds, plan.recover_seconds, draw), draw)
+        return cls(client, plan, shape, Changes(client, bounds, plan.recover_seconds, draw), draw, begun)
 
     @property
     def kinds(self) -> list[FaultKind]:
@@ -151,6 +165,7 @@ class Faults:
         for _ in range(self._plan.count):
             await asyncio.sleep(self._draw.expovariate(1 / self._plan.every))
             kind = next(self._turns)
+            await self._streams_go_on()
             pids = await self._pids(kind)
             if kind is FaultKind.SCALE:
                 await self.changes.scale()
@@ -180,6 +195,16 @@ class Faults:
                 raise DeadlineExceeded(
                     f"no process on this machine for a fault of kind {kind} in {seconds:g} s"
                 )
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _streams_go_on(self) -> None:
+        """Waits for tokens, as long as a recovery may take, where one more loss could end a request."""
+        deadline = time.monotonic() + self._plan.recover_seconds
+        while time.monotonic() < deadline:
+            silent_since = min((answer.silent_since for answer in self._begun), default=math.inf)
+            met = sum(fault.at > silent_since for fault in self.done)
+            if not met or met + self._plan.together <= MAX_LOSSES:
+                return
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _lose_some(self, pids: dict[int, int], kind: FaultKind) -> None:

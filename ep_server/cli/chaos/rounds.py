@@ -57,9 +57,14 @@ class HostHits:
         return found
 
 
-async def answers_of(ask: Ask, asked: Sequence[Asked], seconds: float) -> list[Answer | BaseException]:
-    """Runs all requests at once. They end once none of them has had a token for so long."""
-    begun: list[Answer] = []
+async def answers_of(
+    ask: Ask, asked: Sequence[Asked], seconds: float, begun: list[Answer]
+) -> list[Answer | BaseException]:
+    """Runs all requests at once. They end once none of them has had a token for so long.
+
+    begun: gets the answers as they begin, in the place of what it holds.
+    """
+    begun.clear()
     tasks = [asyncio.ensure_future(_answer(ask, one, begun)) for one in asked]
     before, tokens = -1, 0
     try:
@@ -77,7 +82,7 @@ async def answers_of(ask: Ask, asked: Sequence[Asked], seconds: float) -> list[A
 async def _answer(ask: Ask, one: Asked, begun: list[Answer]) -> Answer:
     began = time.monotonic()
     stream = await ask(one.prompt_ids, **one.fields)
-    answer = Answer(stream.output, began)
+    answer = Answer(stream.output, began, count=one.fields.get("num_sequences", 1))
     begun.append(answer)
     async for tokens in stream:
         answer.got(tokens, time.monotonic())

@@ -67,13 +67,14 @@ class Answer:
     """An output, and when each of its sequences got tokens, by index.
 
     asked: when it was asked for. moves: when it had its first token of another rank, and which.
-    Times are of time.monotonic().
+    count: of its sequences. Times are of time.monotonic().
     """
 
     output: Output
     asked: float = 0.0
     arrivals: dict[int, list[float]] = field(default_factory=dict)
     moves: list[tuple[float, int]] = field(default_factory=list)
+    count: int = 1
 
     def got(self, tokens: Tokens, now: float) -> None:
         """Tokens arrived."""
@@ -92,6 +93,13 @@ class Answer:
         """Seconds until any sequence had one; 0 if none did."""
         times = [each[0] for each in self.arrivals.values()]
         return min(times) - self.asked if times else 0.0
+
+    @property
+    def silent_since(self) -> float:
+        """The last token, or the start, of the sequence that waits longest; infinity once all have ended."""
+        ended = {i for i, one in enumerate(self.output.sequences) if one.finished is not None}
+        left = set(range(self.count)) - ended
+        return min((self.arrivals.get(i, [self.asked])[-1] for i in left), default=math.inf)
 
     @property
     def handed_off(self) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -14,7 +15,16 @@ from typing import Any
 
 import pytest
 
-from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, Loss, ServerShape, parent_of, pids_here
+from ep_server.cli.chaos.faults import (
+    Fault,
+    FaultKind,
+    FaultPlan,
+    Faults,
+    Loss,
+    ServerShape,
+    parent_of,
+    pids_here,
+)
 from ep_server.cli.chaos.report import Report
 from ep_server.cli.chaos.rounds import HostHits, add_gaps, answers_of, compare, direct
 from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Asked, Lengths, draw_requests, seen
@@ -263,6 +273,23 @@ async def test_a_rank_that_has_ended_has_no_parent() -> None:
     assert not faults.done and not faults.losses
 
 
+async def test_a_request_meets_no_third_loss_in_a_row() -> None:
+    """The server would end it as their cause. One of its two sequences has tokens all the time."""
+    began = time.monotonic()
+    answer = Answer(Output(), began, count=2)
+    unused: Any = None
+    plan = FaultPlan(3, [FaultKind.KILL], together=1, apart=0.0, every=1.0, recover_seconds=WAIT)
+    faults = Faults(unused, plan, ServerShape(1, 1, exact=True), unused, random.Random(0), [answer])
+    for at in (1, 2):
+        await asyncio.wait_for(faults._streams_go_on(), WAIT)
+        faults.done.append(Fault(FaultKind.KILL, 0, began + at))
+        answer.arrivals.setdefault(0, []).append(began + at + 0.5)
+    waiting = asyncio.ensure_future(faults._streams_go_on())
+    assert (await asyncio.wait([waiting], timeout=0.2))[1] == {waiting}
+    answer.arrivals[1] = [began + 2.6]
+    await asyncio.wait_for(waiting, WAIT)
+
+
 def test_which_ranks_a_fault_may_hit() -> None:
     one, two = ServerShape(1, 3, exact=True), ServerShape(2, 3, exact=True)
     hit = {
@@ -302,11 +329,11 @@ async def test_streams_without_a_token_are_an_error() -> None:
     """A server that never serves again would else hold up the command for ever."""
     asked = [Asked([1], {"max_new_tokens": count}) for count in (1, 4, 4)]
     async with serving(FakeRanks(2)) as served, AsyncClient(served.server.address) as client:
-        (whole,) = await answers_of(direct(client), asked[:1], WAIT)
+        (whole,) = await answers_of(direct(client), asked[:1], WAIT, [])
         assert isinstance(whole, Answer) and whole.output.token_ids == [2]
         served.ranks.hold()
         async with asyncio.timeout(WAIT):
-            found = await answers_of(direct(client), asked, 0.5)
+            found = await answers_of(direct(client), asked, 0.5, [])
         assert [str(each) for each in found] == ["no stream has had a token for 0.5 s"] * 3
         report = Report(exact=True)
         assert compare(found, asked, [Output()] * 3, report) == [] and len(report.errors) == 3
