@@ -77,16 +77,16 @@ UNITS = {
     r"expert_imbalance": "1 or more",
     r"expert_moves": "experts",
     r"_info$": "always 1",
-    r"_up$": "0 or 1",
+    r"_up$|^state$": "0 or 1",
     r"live_ranks": "ranks",
     r"nodes_out": "nodes",
-    r"weights_version": "a number",
+    r"weights_version|^generation$": "a number",
     r"tokens|_hits$|_queries$|kv_block_size": "tokens",
     r"kv_(host_)?blocks": "blocks",
     r"_steps|^steps": "steps",
     r"rows": "rows",
     r"request|queue_depth|queue_limit|relayed": "requests",
-    r"rank_running|preempt|unread": "sequences",
+    r"rank_running|running_limit|capacity_left|preempt|unread": "sequences",
 }
 AREAS = {
     "Requests": r"request|recover|accept|token_latency|to_first|generated|^prompt|unread|cancel|queue_limit|"
@@ -127,6 +127,7 @@ def families() -> Iterator[Any]:
     for rank in range(2):
         metrics.on_rank_ready(RankReady(rank, 1, 1, 1, 1, 1, 1, 1.0))
         metrics.on_statistics(report(rank))
+    metrics.on_imbalance(1.0, 1.0)
     engine = Engine(FakeRanks(), EngineSettings(max_context=1))
     engine.ready = [RankReady(0, 1, 1, 1, 1, 1, 1, 1.0)]
     leader.register(ServerState(engine, 1, lambda: TlsFiles({"tls.crt": 1.0}, 0), 2, 1))

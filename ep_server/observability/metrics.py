@@ -149,7 +149,7 @@ class ServerMetrics:
             "Losses of a rank. cause: signal, exit (a code, no message), exception, cuda, hang or node.",
             ("rank", "cause"),
         )
-        self._generation = gauge("generation", "1 and the recoveries since the start: which group serves.")
+        self._generation = gauge("generation", "Starts at 1; each recovery adds 1.")
         self._generation.set(1)
         self._live = gauge("live_ranks", "Ranks that serve, if they can go on without a lost one; else 0.")
         self._lacking = gauge(
