@@ -11,11 +11,12 @@ import difflib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from prometheus_client import CollectorRegistry
@@ -286,7 +287,7 @@ def describe(command: Any, path: str) -> Iterator[str]:
     ]
     yield f"## {path}"
     yield f"```text\n{' '.join([path, *arguments])} [OPTIONS]\n```"
-    yield plain(inspect.cleandoc(command.help or ""))
+    yield "\n\n".join(textwrap.fill(plain(each), 110) for each in (command.help or "").split("\n\n"))
     if configured & {each.name for each in command.params}:
         yield "Every option of the [configuration](configuration.md) is a flag of this command too."
     panels: dict[str, list[tuple[str, ...]]] = {}
@@ -311,17 +312,26 @@ def name_of(parameter: Any) -> str:
 def row_of(parameter: Any) -> tuple[str, ...]:
     """A flag or an argument."""
     names = [name_of(parameter)] if is_argument(parameter) else [*parameter.opts, *parameter.secondary_opts]
-    annotation = parameter.type_descriptor.annotation
-    kind = "flag" if annotation is bool else getattr(annotation, "__name__", str(annotation))
+    kind = kind_of(parameter.type_descriptor.annotation)
     if parameter.multiple:
-        kind = "str, repeatable"
+        kind += ", repeatable"
     low, high = parameter.min, parameter.max
     if low is not None:
         kind += f", {low:,g} to {high:,g}" if high is not None else f", at least {low:,g}"
     default, shown = parameter.default, parameter.show_default
     given = shown.strip("()") if isinstance(shown, str) else default
-    value = "required" if parameter.required else "" if given in (None, "", False) else code(str(given))
+    text = " ".join(map(str, given)) if isinstance(given, tuple) else str(given)
+    value = "required" if parameter.required else "" if text in ("None", "", "False") else code(text)
     return ", ".join(map(code, names)), kind, value, plain(parameter.help or "")
+
+
+def kind_of(annotation: Any) -> str:
+    """Of one value; of several, each."""
+    if inner := get_args(annotation):
+        return " ".join(map(kind_of, inner))
+    if issubclass(annotation, str):
+        return "str"  # also of a StrEnum
+    return "flag" if annotation is bool else str(annotation.__name__)
 
 
 def plain(text: str) -> str:

@@ -14,6 +14,7 @@ from ep_server.cli import config, diagnose, generate, health, inspect, placement
 from ep_server.cli.bench import command as bench
 from ep_server.cli.chaos import command as chaos
 from ep_server.cli.demo import run as demo
+from ep_server.cli.options import Command
 from ep_server.errors import EpServerError
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for command in (serve, generate, health, inspect, placement, scale, diagnose, config, demo, chaos):
-    app.command(command.NAME)(command.command)
+    app.command(command.NAME, cls=Command)(command.command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
+from typer.core import TyperCommand
 
 from ep_server.client import Target
 from ep_server.config import Config, field_type, fields
@@ -37,6 +38,15 @@ TlsKey = Annotated[str, typer.Option(help="PEM client key.", rich_help_panel=SER
 TokenFile = Annotated[str, typer.Option(help="File with the bearer token.", rich_help_panel=SERVER)]
 ADDRESS = "127.0.0.1:50051"
 LAST_PORT = 65_535  # gRPC would take larger ones modulo 65,536
+
+
+class Command(TyperCommand):
+    """A command whose help has one line per paragraph: the terminal wraps them."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
 
 
 def target(address: str, tls_ca: str, tls_cert: str, tls_key: str, token_file: str) -> Target:

@@ -106,7 +106,7 @@ app = typer.Typer(
 )
 
 
-@app.command("online")
+@app.command("online", cls=options.Command)
 def online_command(
     context: typer.Context,
     requests: Annotated[int, typer.Option(min=1, help="Requests in total.", rich_help_panel=LOAD)] = 64,
@@ -191,7 +191,7 @@ def online_command(
     raise typer.Exit(code)
 
 
-@app.command("offline")
+@app.command("offline", cls=options.Command)
 def offline_command(
     batch: Annotated[
         str, typer.Option(help="Sequences per rank, separated by commas.", rich_help_panel=LOAD)
