@@ -122,6 +122,8 @@ class Config:
             raise ConfigError("parallel.max_ranks", parallel.max_ranks, allowed)
         if self.exchange.num_banks & (self.exchange.num_banks - 1):
             raise ConfigError("exchange.num_banks", self.exchange.num_banks, "a power of two, 2 to 16")
+        if -1 < (budget := self.scheduler.itl_budget_ms) < 0:
+            raise ConfigError("scheduler.itl_budget_ms", budget, "-1, or 0 to 60000")
         if bool(self.grpc.tls_cert) != bool(self.grpc.tls_key):
             raise ConfigError("grpc.tls_key", self.grpc.tls_key, "given together with grpc.tls_cert")
         if self.grpc.tls_client_ca and not self.grpc.tls_cert:

@@ -156,8 +156,8 @@ class SchedulerConfig:
     )
     itl_budget_ms: float = option(
         -1.0,
-        "Longest step, in ms, while sequences decode: prompts get what that leaves. 0: no limit. "
-        "-1: twice the step without prompts, but older or more prompts than sequences are free.",
+        "Longest step, in ms, while sequences decode: prompts run in chunks that fit. 0: no limit. -1: twice "
+        "a step without prompts; prompts that are older or more than the sequences have no limit then.",
         low=-1,
         high=60_000,
     )

@@ -39,6 +39,7 @@ def test_values_and_back() -> None:
         ({"model.dtype": "int8"}, "model.dtype = 'int8': must be one of auto, float32, bfloat16"),
         ({"scheduler.prefix_cache": "maybe"}, "scheduler.prefix_cache = 'maybe': must be true or false"),
         ({"exchange.num_banks": 6}, "exchange.num_banks = 6: must be a power of two, 2 to 16"),
+        ({"scheduler.itl_budget_ms": -0.5}, "scheduler.itl_budget_ms = -0.5: must be -1, or 0 to 60000"),
         ({"exchange.timeout_seconds": "nan"}, "exchange.timeout_seconds = nan: must be 0.01 to 3600"),
         ({"grpc.prt": 1}, "grpc.prt = 1: must be a known field; did you mean grpc.port?"),
         ({"grpc.tls_cert": "c"}, "grpc.tls_key = '': must be given together with grpc.tls_cert"),
