@@ -274,6 +274,12 @@ def test_no_host_shadow_where_all_ranks_end(tiny: Tiny, fields: dict[str, Any]) 
     assert plan_group(rank_config(tiny.path, 2, resilience__shadow="auto", **fields), 1 << 34).shadow is None
 
 
+def test_a_host_tier_that_does_not_fit_is_named(tiny: Tiny) -> None:
+    config = rank_config(tiny.path, 2, scheduler__kv_host_gib=9)
+    with pytest.raises(StartupError, match=r"scheduler\.kv_host_gib = 9: must be less than 7\.[0-9]"):
+        plan_group(config, available=1 << 34)
+
+
 @pytest.mark.parametrize(
     ("ranks", "fields", "processes"),
     [
