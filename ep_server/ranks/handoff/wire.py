@@ -38,6 +38,7 @@ PIECE_BYTES = 1 << 18  # of a long message; each has the whole time to be sent
 UNREACHABLE = (errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)
 TAKEN, DONE = b"t", b"d"
 MAX_REASON = 256
+LAST_PORT = 65_535  # larger ones would be taken modulo 65,536
 SLOTS = 2  # of the memory for rows: one is filled while the other is read
 
 _HELLO = struct.Struct(f"<I{KEY_BYTES}sIIIB")
@@ -310,10 +311,12 @@ def connect(address: str, local: str, seconds: float) -> tuple[Line, bool]:
         with suppress(OSError):  # another host
             return Line(_local_socket(local, seconds), seconds), True
     host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and 1 <= int(port) <= LAST_PORT):
+        raise HandoffError(f"its address is {address!r}, not host:port")
     left = max(0.1, seconds - (time.monotonic() - began))
     try:
         return Line(socket.create_connection((host.strip("[]"), int(port)), left), seconds), False
-    except (OSError, ValueError, OverflowError) as error:  # no such port
+    except (OSError, ValueError) as error:  # ValueError: no host can have this name
         raise _failure("connecting failed", error) from error
 
 

@@ -173,8 +173,14 @@ def test_a_greeting_that_drips_holds_no_place() -> None:
 
 @pytest.mark.parametrize("port", ["65536", "99999999999", "-1", "x", "\0"])
 def test_no_port_is_no_answer(port: str) -> None:
-    with pytest.raises(HandoffError, match="connecting failed"):
+    with pytest.raises(HandoffError, match="not host:port"):
         connect(f"127.0.0.1:{port}", "", 1)
+
+
+@pytest.mark.parametrize("address", ["", ":0", ":50100", "127.0.0.1", "nowhere"])
+def test_an_address_without_host_or_port_is_named(address: str) -> None:
+    with pytest.raises(HandoffError, match=f"its address is '{address}', not host:port"):
+        connect(address, "", 1)
 
 
 def test_a_reason_of_a_peer_is_one_line() -> None:
