@@ -176,10 +176,11 @@ class Server:
             for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
                 log.info("decode attention: %s", named)
             log.info(
-                "serving %s on %s, %d ranks on %s",
+                "serving %s on %s, %d rank%s on %s",
                 self._model.name,
                 self.address,
-                self.engine.num_ranks,
+                ranks := self.engine.num_ranks,
+                "s" * (ranks != 1),
                 self.config.parallel.device,
             )
 
@@ -202,8 +203,9 @@ class Server:
         if self.engine.lost.is_set():
             log.error("%s; ending all streams and stopping the server", self.engine.lost_message)
         elif self.engine.ready:
-            log.info("draining, at most %g s: %r", self.config.grpc.drain_seconds, self.engine)
-            if self._port is not None and self.engine.statistics().open_streams:
+            streams = self.engine.statistics().open_streams
+            log.info("draining, at most %g s: %d open streams", self.config.grpc.drain_seconds, streams)
+            if self._port is not None and streams:
                 self._port.drain(self._add_public)
             await self._unless(self._stop_now, self.engine.drain(self.config.grpc.drain_seconds))
         await self.engine.drain(0)
