@@ -175,6 +175,13 @@ class Server:
             self._say(serving=True)
             for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
                 log.info("decode attention: %s", named)
+            if (fits := self.engine.max_context) < self._model.max_context:
+                log.warning(
+                    "a rank's KV cache holds %d tokens, the model %d: longer requests are refused; raise "
+                    "scheduler.kv_blocks or kv_fraction",
+                    fits,
+                    self._model.max_context,
+                )
             log.info(
                 "serving %s on %s, %d rank%s on %s",
                 self._model.name,

@@ -19,7 +19,7 @@ from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.frontend.server import Server
 from ep_server.records import RankReady
-from ep_server.testing.fake_ranks import FakeRanks
+from ep_server.testing.fake_ranks import LIMITS, FakeRanks
 from tests.support.frontend import MODEL, WAIT, Code, failure, next_event, rest
 from tests.support.raw_client import RawClient
 
@@ -198,6 +198,15 @@ async def test_attention_kernels_are_logged_once_before_serving(
     told = [line for line in caplog.messages if line.startswith(("decode attention", "serving"))]
     assert told[:2] == [f"decode attention: triton (reason {which})" for which in (0, 1)]
     assert len(told) == 3 and told[2].endswith("4 ranks on cpu")
+
+
+async def test_a_cache_smaller_than_the_context_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = FakeRanks(limits=replace(LIMITS, kv_blocks=4))
+    server = Server(Config.from_values({"grpc.port": 0}), MODEL, ranks)
+    await server.start(lambda *_: None)
+    await server.drain()
+    await server.stop()
+    assert sum("KV cache holds 64 tokens, the model" in line for line in caplog.messages) == 1
 
 
 async def test_ipv6() -> None:
