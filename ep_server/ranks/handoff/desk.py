@@ -37,11 +37,9 @@ class HandoffDesk:
             try:
                 exporter = KvExporter(rows, config, port, lanes, beside=server.cluster.nodes > 1)
             except OSError as error:
-                where = f"handoff.host = {config.host!r}, port {port or 'any'} for rank {rank}"
-                why = error.strerror or str(error)
-                raise StartupError(
-                    f"{where}: must be an address and a free port of this host ({why})"
-                ) from error
+                where = f"handoff.host = {config.host!r}, port {port or 'any'}"
+                why = str(error.strerror or error).partition(" (while")[0]
+                raise StartupError(f"{where}: must be an address of this host, and free ({why})") from error
         if config.fetches:
             importer = KvImporter(rows, config.timeout_seconds, config.silence_seconds, lanes)
         return cls(handoffs, exporter, importer)

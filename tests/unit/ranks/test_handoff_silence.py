@@ -15,6 +15,7 @@ import pytest
 
 from ep_server.backends.kv_rows import Kind
 from ep_server.config import Config
+from ep_server.errors import StartupError
 from ep_server.ranks.handoff import exporter as exporting
 from ep_server.ranks.handoff.desk import LOOK_SECONDS, HandoffDesk
 from ep_server.ranks.handoff.importer import KvImporter
@@ -298,3 +299,13 @@ def test_opening_the_desk_moves_no_rows() -> None:
     assert all(desk.address)
     assert desk._exporter is not None
     desk._exporter.close()
+
+
+def test_an_address_of_another_host_is_named() -> None:
+    rows: Any = Untouched()
+    values = {"model.path": "/", "handoff.role": "prefill", "handoff.host": "192.0.2.1"}
+    allowed = (
+        r"handoff\.host = '192\.0\.2\.1', port any: must be an address of this host, and free \([^(]+\)$"
+    )
+    with pytest.raises(StartupError, match=allowed):
+        HandoffDesk.open(Config.from_values(values), rows, 0, Handoffs(rows))
