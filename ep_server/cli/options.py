@@ -52,7 +52,7 @@ class Command(TyperCommand):
 def target(address: str, tls_ca: str, tls_cert: str, tls_key: str, token_file: str) -> Target:
     """The server that the options name. Raises: ConfigError for a bad address or an unreadable file."""
     port = address.rpartition(":")[2]
-    if not port or (port.isdecimal() and not 1 <= int(port) <= LAST_PORT):
+    if ":" not in address or not port or (port.isdecimal() and not 1 <= int(port) <= LAST_PORT):
         raise ConfigError("--address", address, f"host:port, with a port from 1 to {LAST_PORT}")
     for flag, path in (("--tls-ca", tls_ca), ("--tls-cert", tls_cert), ("--tls-key", tls_key)):
         if path and not Path(path).is_file():

@@ -61,12 +61,10 @@ def show(
     console: Console, placement: Placement, live: Sequence[int], rows: Sequence[Sequence[float]]
 ) -> None:
     """Prints the table. rows: by layer, by expert; an empty layer was not counted."""
-    any_loss = (
-        "any one of them may be lost now" if covers_any_loss(placement, live) else "no rank may be lost now"
-    )
+    every = "every expert" if covers_any_loss(placement, live) else "not every expert"
     console.print(
         f"{placement.num_experts} experts in {placement.slots_per_rank} slots on each of ranks "
-        f"{', '.join(map(str, live))}: {any_loss}"
+        f"{', '.join(map(str, live))}: {every} is on two or more ranks"
     )
     table = Table(box=None)
     names = ("layer", "max / mean", "experts served by rank", "with copies", "spare copies", "load of ranks")

@@ -330,9 +330,11 @@ async def shape_of(client: AsyncClient) -> ServerShape:
     """
     try:
         config = (await client.diagnostics()).config
+    except Unavailable:
+        raise
     except EpServerError as error:
-        allowed = "a server with the Control service (grpc.control)"
-        raise ConfigError("--address", str(error), allowed) from error
+        allowed = f"one that serves Control to this caller (grpc.control): {error}"
+        raise ConfigError("server", client.target.address, allowed) from error
     if config["resilience.on_rank_loss"] != '"recover"':
         raise ConfigError("resilience.on_rank_loss", config["resilience.on_rank_loss"], "recover")
     on_cpu = config["parallel.device"] == '"cpu"'

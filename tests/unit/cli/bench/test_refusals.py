@@ -42,6 +42,7 @@ MODEL = f"--model={DEMO}"
         ("offline --json-file=a.svg --chart=a.svg", "--chart = 'a.svg': must be a file other than"),
         ("online --address=h:65536", "'h:65536': must be host:port, with a port from 1 to 65535"),
         ("online --address=", "--address = '': must be host:port"),
+        ("online --address=localhost", "--address = 'localhost': must be host:port"),
         (
             f"offline {MODEL} --prompt-tokens=2000",
             "--prompt-tokens + --new-tokens = 2064: must be at most 2048, the model's context",
