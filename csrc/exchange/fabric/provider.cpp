@@ -124,7 +124,7 @@ Info choose(const Library& library, const Options& options) {
   std::string why;
   for (const Candidate& c : list(library, options))
     why += "; " + c.provider + " on " + c.domain + ": " + (c.missing.empty() ? refused : c.missing);
-  throw FabricError("libfabric " + library.version_text() + " (" + library.path() + ") has no way for " +
+  throw FabricError("libfabric " + library.version_text() + " (" + library.path() + ") cannot use " +
                     wanted(options) + (why.empty() ? ": it lists none" : why));
 }
 
