@@ -29,6 +29,7 @@ def unheard(rank: int, peer: int) -> Fault:
 
 
 def once(exchange: HostExchange, faults: tuple[Fault, ...]) -> None:
+    exchange.barrier()  # ranks that started late are waited for before any deadline counts
     exchange.group.set_faults(faults)
     operation(exchange, 0)
 

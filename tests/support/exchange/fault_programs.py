@@ -254,10 +254,17 @@ def ring(*_: object) -> None:
     raise Rung
 
 
+def rings(exchange: HostExchange) -> None:
+    """Once the main thread waits."""
+    while not exchange.statistics()["counters"]["exchange_sleeps"]:
+        os.sched_yield()
+    os.kill(os.getpid(), signal.SIGALRM)
+
+
 def interrupted(exchange: HostExchange, peer: Peer) -> None:
     if exchange.spec.rank == 0:
         signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        threading.Thread(target=rings, args=(exchange,)).start()
         with pytest.raises(Rung):
             exchange.barrier()
         peer.tell("interrupted")
@@ -286,6 +293,7 @@ def second_thread(exchange: HostExchange, peer: Peer) -> str:
 def waits_behind(exchange: HostExchange) -> None:
     """Rank 0 waits for 1, which waits for 2, which lives and does nothing; the deadline of 0 passes first."""
     rank, deadline = exchange.spec.rank, exchange.spec.timeout_ns / SECOND
+    exchange.barrier()  # ranks that started late are waited for before any deadline counts
     exchange.group.set_faults((Fault(2, "dispatch", "send_header", Action.DROP, epoch=1, peer=1),))
     ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
     pending = exchange.dispatch_send(rows_of(rank, 0), ids, weights)
