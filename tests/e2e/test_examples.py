@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from ep_server import _C
 from ep_server.client import Client
 from ep_server.errors import EpServerError
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "examples" / "README.md").read_text()
@@ -55,9 +55,7 @@ def serving(client: Client) -> bool:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The server that the page starts, on a free port. Yields: its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"127.0.0.1:{port}"
     (command,) = re.findall(r"^ep-server (serve .*)$", PAGE, re.MULTILINE)
     line = [sys.executable, "-m", "ep_server", *command.split(), f"--port={port}", "--metrics-port=0"]

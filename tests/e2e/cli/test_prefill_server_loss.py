@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -20,6 +19,7 @@ import pytest
 from ep_server.cli.main import main
 from ep_server.client import AsyncClient, Output, PrefillDecode
 from tests.support.handoff.servers import MODEL, serving
+from tests.support.ports import free_port
 from tests.support.ranks.zygote import Forked, forking, start_server
 
 WAIT = 240.0
@@ -43,9 +43,7 @@ class PrefillServer:
     """`ep-server serve` with two ranks, on one port for all of its processes. It and its ranks are forks."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._log = folder / "prefill.log"
         self._process: Forked | subprocess.Popen[bytes] | None = None
 

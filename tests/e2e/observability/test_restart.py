@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from ep_server.cli.demo.run import DEMO_MODEL
 from tests.support.observability.prometheus import Prometheus, scraping
+from tests.support.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,11 +23,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus"),
 ]
 FACTOR = 10  # scrapes every 3 s, many times as long as a server takes to end
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @contextmanager

@@ -34,10 +34,10 @@ from tests.support.cluster.rendezvous import (
     NODES,
     WAIT,
     config_of,
-    free_port,
     rendezvous,
     spawn,
 )
+from tests.support.ports import free_port
 
 
 def other_shape(claim: Claim) -> Claim:

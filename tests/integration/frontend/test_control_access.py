@@ -19,9 +19,9 @@ from ep_server.config import Config, GrpcConfig
 from ep_server.errors import ConfigError
 from ep_server.frontend.server import Server
 from ep_server.testing.fake_ranks import FakeRanks
-from tests.support.cluster.nodes import free_port
 from tests.support.cluster.relay import relayed
 from tests.support.frontend import MODEL, WAIT, Code, failure, serving
+from tests.support.ports import free_port
 from tests.support.raw_client import RawClient
 
 CONTROL = "ep_server.v1.Control"

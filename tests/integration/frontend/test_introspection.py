@@ -15,8 +15,8 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.support.cluster.nodes import free_port
 from tests.support.frontend import WAIT, Code, Served, serving
+from tests.support.ports import free_port
 
 CHANNELZ = "grpc.channelz.v1.Channelz"
 V1 = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"

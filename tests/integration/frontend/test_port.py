@@ -30,6 +30,7 @@ from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Place, Port, hang_up, place_of
 from tests.support.certificates import make_certificates
 from tests.support.frontend import WAIT, Code, failure, next_event, trailers
+from tests.support.ports import free_port
 
 CLOSED = 200  # ports, one after the other
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -163,7 +164,7 @@ async def test_calls_end_with_unavailable_however_the_host_is_written(host: str)
 async def test_ports_that_were_not_open_or_are_closed_may_be_closed() -> None:
     never = Port(GrpcConfig(port=0), frozenset())
     await never.close()
-    async with opened() as one:
+    async with opened(GrpcConfig(port=free_port())) as one:
         number = number_of(one)
         await one.close()
         with pytest.raises(ConnectionRefusedError):

@@ -27,6 +27,7 @@ from ep_server.observability.metrics import ServerMetrics
 from ep_server.observability.metrics_endpoint import MetricsEndpoint, Probes
 from ep_server.records import FinishReason, LossCause, RankReady
 from tests.support.observability.reports import Series, report, series, value
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -207,8 +208,8 @@ def test_a_host_that_is_not_ours_is_one_line(host: str, registry: CollectorRegis
 
 
 def test_closing_frees_the_port_and_may_be_repeated(registry: CollectorRegistry) -> None:
-    endpoint = MetricsEndpoint(MetricsConfig(port=0), registry)
-    port = endpoint.port
+    port = free_port()
+    endpoint = MetricsEndpoint(MetricsConfig(port=port), registry)
     idle = socket.create_connection(("127.0.0.1", port), timeout=10)  # a scraper that says nothing
     endpoint.close()
     endpoint.close()

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -26,6 +25,7 @@ import psutil
 import ep_server
 from ep_server.testing.namespaces import DEVICE, Hosts
 from tests.support.cluster.forked import ForkedProcess, fork
+from tests.support.ports import free_port
 from tests.support.ranks.zygote import CAN_FORK
 
 DEMO_MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
@@ -101,6 +101,13 @@ class Node:
                 self.lines.append(message)
                 if match := SERVING.search(message):
                     self.address = match[1]
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run, given time to end."""
+    gone, alive = psutil.wait_procs(processes, timeout=WAIT)
+    assert len(gone) + len(alive) == len(processes)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @dataclass
@@ -193,9 +200,3 @@ async def serving(**values: Any) -> AsyncIterator[list[Node]]:
         for node in everyone:
             await node.serving()
         yield everyone
-
-
-def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,16 +21,12 @@ from ep_server.config import Config
 from ep_server.errors import StartupError
 from ep_server.ranks.hosts import Rank
 from ep_server.ranks.process import RankCallbacks
+from tests.support.ports import free_port
 
 MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
 NODES = 3
 WAIT = 60.0  # seconds after which a test has failed
 IGNORED = RankCallbacks(lambda *_: None, lambda *_: None, lambda *_: None)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def config_of(node: int, **options: Any) -> Config:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep_server.client import AsyncClient
+from tests.support.ports import free_port
 from tests.support.ranks.zygote import Forked, start_server
 from tests.support.structured import byte_checkpoint
 
@@ -91,9 +91,9 @@ async def _in_front(folder: Path, *options: str) -> AsyncIterator[openai.AsyncOp
     """A client of a gateway. options: of `smg launch`."""
     import openai
 
-    port = _free_port()
+    port = free_port()
     smg = [sys.executable, "-m", "smg", "launch", *options, "--port", str(port)]
-    smg += ["--prometheus-port", str(_free_port()), "--log-level", "warn"]
+    smg += ["--prometheus-port", str(free_port()), "--log-level", "warn"]
 
     def start(output: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(smg, stdout=output, stderr=output, cwd=folder)
@@ -146,10 +146,3 @@ async def _ready(client: openai.AsyncOpenAI) -> None:
         except (openai.APIConnectionError, openai.APIStatusError):
             assert time.monotonic() < end, "the gateway does not answer"
             await asyncio.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -28,6 +28,7 @@ from ep_server.ranks.handoff.wire import (
 from ep_server.records import KvSource
 from ep_server.scheduler.handoffs import HoldEnd, KvExport, KvFetch
 from tests.support.handoff.wire import KEY, PARTS, WAIT, WIDTH, Cache, exporter_of, fetched, lanes, rows_of
+from tests.support.ports import free_port
 
 
 def test_a_holder_that_announces_and_goes_is_noticed() -> None:
@@ -220,8 +221,8 @@ def test_memory_that_may_shrink_is_not_read() -> None:
 
 def test_a_port_is_taken_over_from_the_group_before() -> None:
     """Ranks of the next group start while the last one's still listen."""
-    before = exporter_of(Cache(4, 5))
-    port = int(before.address.rpartition(":")[2])
+    port = free_port()
+    before = exporter_of(Cache(4, 5), port=port)
     with pytest.raises(OSError, match="in use"):
         exporter_of(Cache(4, 5), port=port)
     cache, own = Cache(4, 5), Cache(2, 5, fill=0)
