@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ async def busy_group(config: Config) -> AsyncIterator[tuple[RankProcesses, Recor
     """A group in the middle of a long request on rank 0."""
     async with group(config) as (ranks, heard):
         ranks.submit(0, greedy(1, (1, 2, 3), 150))
-        await heard.until(lambda: len(heard.tokens.get(1, [])) > 2)
+        await heard.until(lambda: len(heard.tokens.get(1, [])) > 2 or heard.lost)
         yield ranks, heard
 
 
@@ -98,7 +98,8 @@ async def test_a_stopped_rank_is_named_not_one_that_waits(tiny: Tiny, ranks: int
         for seconds in HANGS:
             config = rank_config(tiny.path, ranks, exchange__timeout_seconds=seconds)
             async with busy_group(config) as (group_, heard):
-                psutil.Process(group_.pids[stopped]).suspend()
+                with suppress(psutil.NoSuchProcess):  # another was held up and lost, and all have ended
+                    psutil.Process(group_.pids[stopped]).suspend()
                 group_.submit(0, greedy(2, (1, 2, 3), 150))  # the first one may have ended
                 await heard.until(lambda heard=heard: heard.lost)
             ((rank, message),) = heard.lost
@@ -117,7 +118,8 @@ async def test_a_rank_stopped_while_idle_is_noticed_in_time(tiny: Tiny, ranks: i
         async with group(config) as (processes, heard):
             processes.submit(0, greedy(1, (1, 2, 3), 3))
             await heard.parked(ranks, 1)
-            psutil.Process(processes.pids[-1]).suspend()
+            with suppress(psutil.NoSuchProcess):  # as above
+                psutil.Process(processes.pids[-1]).suspend()
             await heard.until(lambda heard=heard: heard.lost, seconds=30.0)
         ((rank, message),) = heard.lost
         if rank == ranks - 1:
@@ -129,20 +131,25 @@ async def test_a_rank_stopped_while_idle_is_noticed_in_time(tiny: Tiny, ranks: i
 
 async def test_a_rank_alone_stopped_amid_work_is_noticed(tiny: Tiny) -> None:
     """No peer waits for it. One that goes on in time is not lost."""
-    config = rank_config(tiny.path, 1, exchange__timeout_seconds=2.0)
-    async with busy_group(config) as (processes, heard):
-        process = psutil.Process(processes.pids[0])
-        process.suspend()
-        processes.submit(0, greedy(2, (1, 2, 3), 150))  # the first one may have ended
-        await asyncio.sleep(0.5)
-        process.resume()
-        await heard.until(lambda: len(heard.tokens.get(2, [])) > 2)
-        assert heard.lost == []
-        process.suspend()
-        processes.submit(0, greedy(3, (1, 2, 3), 150))
-        await heard.until(lambda: heard.lost, seconds=30.0)
-    assert heard.lost == [(0, "was stopped by a signal for more than 2 s")]
+    for seconds in HANGS:
+        config = rank_config(tiny.path, 1, exchange__timeout_seconds=seconds)
+        async with busy_group(config) as (processes, heard):
+            process = psutil.Process(processes.pids[0])
+            process.suspend()
+            processes.submit(0, greedy(2, (1, 2, 3), 150))  # the first one may have ended
+            await asyncio.sleep(seconds / 4)
+            with suppress(psutil.NoSuchProcess):  # this process was held up for longer
+                process.resume()
+            await heard.until(lambda heard=heard: len(heard.tokens.get(2, [])) > 2 or heard.lost)
+            if heard.lost:
+                continue
+            process.suspend()
+            processes.submit(0, greedy(3, (1, 2, 3), 150))
+            await heard.until(lambda heard=heard: heard.lost)
+            break
+    assert heard.lost == [(0, f"was stopped by a signal for more than {seconds:g} s")]
     assert heard.causes == [(0, LossCause.HANG)]
+    assert 2 in heard.tokens
 
 
 async def test_an_idle_rank_that_hangs_is_lost(tiny: Tiny) -> None:
@@ -219,7 +226,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tiny: Tiny) -> None:
         pids = json.loads(launcher.stdout.readline())
         handles = [psutil.Process(pid) for pid in pids]
         launcher.kill()
-        _, left = psutil.wait_procs(handles, timeout=5)
+        _, left = psutil.wait_procs(handles, timeout=60)
     assert left == []
     assert len(pids) == 2
     assert Leftovers().new_since(before) == {}

@@ -172,8 +172,11 @@ async def test_more_than_the_kv_cache_holds(group: Group, tiny: Tiny) -> None:
     assert heard.statistics[0].load.preemptions > 0
 
 
-async def test_statistics_add_up(group: Group) -> None:
+async def test_statistics_add_up(group: Group, tiny: Tiny) -> None:
     heard, ranks = group.heard, group.ranks.num_ranks
+    for rank in range(ranks):
+        group.submit(rank, tiny.prompts[0], 3)
+    await group.parked()
     assert sorted(heard.statistics) == list(range(ranks))
     for rank, record in heard.statistics.items():
         counters, sums = record.counters, record.sums
