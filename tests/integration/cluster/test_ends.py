@@ -22,12 +22,14 @@ import pytest
 from grpc import aio
 
 from ep_server.client import SERVICE
-from tests.support.cluster.nodes import WAIT, Node, nodes, serving
+from tests.support.cluster.nodes import WAIT, Node, left, nodes, serving
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import Code, failure, next_event, rest
 from tests.support.raw_client import RawClient
 
 STOP = ("--resilience-on-rank-loss", "stop")
+# What a test stops for a while shall not look like a loss.
+PATIENT = ("--exchange-timeout-seconds", "60", "--cluster-silent-seconds", "30")
 # Its peer may notice before the node that has the process.
 KILLED = r"(killed by SIGKILL|rank 0 lost peer 1 in )"
 
@@ -56,6 +58,31 @@ async def streams(*servers: Node, new_tokens: int = 2000) -> AsyncIterator[list[
 
 
 @asynccontextmanager
+async def amid(
+    *servers: Node, new_tokens: int = 300
+) -> AsyncIterator[tuple[list[Any], list[psutil.Process]]]:
+    """Streams from all nodes, none of which can end: the ranks, which are yielded too, are stopped."""
+    ranks = [rank for server in servers for rank in server.ranks]
+    async with RawClient(servers[0].address) as client:
+        while True:
+            async with streams(*servers, new_tokens=new_tokens) as calls:
+                for rank in ranks:
+                    rank.suspend()
+                try:
+                    for _ in range(3):  # what the ranks had sent is read meanwhile
+                        in_flight = (await client.loads()).in_flight
+                    if in_flight == len(calls):
+                        yield calls, ranks
+                        return
+                finally:
+                    for rank in ranks:
+                        with suppress(psutil.NoSuchProcess):
+                            rank.resume()
+                for call in calls:  # again: one had ended
+                    await rest(call)
+
+
+@asynccontextmanager
 async def health(*servers: Node) -> AsyncIterator[Callable[..., Awaitable[list[bool]]]]:
     """Yields what asks each of these nodes whether a service is SERVING."""
     clients = [RawClient(server.address) for server in servers]
@@ -70,25 +97,20 @@ async def health(*servers: Node) -> AsyncIterator[Callable[..., Awaitable[list[b
             await client.close()
 
 
-def left(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run, given a moment."""
-    gone, alive = psutil.wait_procs(processes, timeout=10)
-    assert len(gone) + len(alive) == len(processes)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
 @pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["leader", "follower"])
 async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None:
-    async with serving(options=STOP) as servers:
+    async with serving(options=(*STOP, *PATIENT)) as servers:
         processes = [rank for server in servers for rank in server.ranks]
         assert len(processes) == 2
-        async with streams(*servers, new_tokens=300) as calls, health(*servers) as healthy:
+        async with amid(*servers) as (calls, ranks), health(*servers) as healthy:
             assert await healthy() == [True, True]
             servers[told].signal(signal.SIGTERM)
             async with asyncio.timeout(WAIT):
                 while await healthy() != [False, False]:
                     assert not any(call.done() for call in calls)
             assert await healthy("") == [True, True]  # a probe that restarts Pods leaves them alone
+            for rank in ranks:
+                rank.resume()
             for call in calls:
                 assert (await rest(call))[-1].finished.usage.output_tokens == 300
         assert [await server.end() for server in servers] == [0, 0]
@@ -131,12 +153,14 @@ async def test_64_streams_end_well_when_both_nodes_stop(first: int) -> None:
 
 async def test_a_second_own_signal_stops_at_once() -> None:
     """Also where another node asked first."""
-    async with serving() as servers, streams(*servers, new_tokens=2000) as calls:
+    async with serving(options=PATIENT) as servers, amid(*servers, new_tokens=2000) as (calls, ranks):
         servers[1].signal(signal.SIGTERM)
         await servers[0].until(lambda: servers[0].said("node 1 got a signal to stop"))
         servers[0].signal(signal.SIGTERM)
         servers[0].signal(signal.SIGTERM)
         servers[0].signal(signal.SIGINT)
+        for rank in ranks:
+            rank.resume()
         for call in calls:
             assert (await failure(call)).code() is Code.UNAVAILABLE
         assert [await server.end() for server in servers] == [0, 0]
@@ -156,8 +180,8 @@ async def test_signals_up_to_the_last_moment_change_no_exit_code(told: int) -> N
 
 async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
     async with (
-        serving(options=STOP) as servers,
-        streams(*servers, new_tokens=300) as calls,
+        serving(options=(*STOP, *PATIENT)) as servers,
+        amid(*servers) as (calls, ranks),
         AsyncExitStack() as stack,
     ):
         channels = [
@@ -170,6 +194,8 @@ async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
             for channel in channels:
                 await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         assert not any(call.done() for call in calls)
+        for rank in ranks:
+            rank.resume()
         for call in calls:
             assert (await rest(call))[-1].finished.usage.output_tokens == 300
 
@@ -270,7 +296,7 @@ async def test_stop_before_all_nodes_joined_ends_cleanly() -> None:
 
 
 async def test_a_node_that_is_slow_only_delays() -> None:
-    async with serving() as servers, RawClient(servers[0].address) as client:
+    async with serving(options=PATIENT) as servers, RawClient(servers[0].address) as client:
         asked = {"ignore_eos": True, "max_new_tokens": 300, "temperature": 0.0, "timeout": WAIT}
         expected = (await client.complete("12+30=", **asked)).token_ids
         call = client.generate("12+30=", **asked)

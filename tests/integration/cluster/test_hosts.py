@@ -12,7 +12,7 @@ import pytest
 from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
 from tests.support.cluster.asking import asked
-from tests.support.cluster.nodes import WAIT, Nodes, nodes
+from tests.support.cluster.nodes import WAIT, Nodes, left, nodes
 from tests.support.fabric.fabric_ends import needs
 from tests.support.models.checkpoints import CASES, Case
 from tests.support.models.fixtures import checkpoint
@@ -115,7 +115,7 @@ async def test_a_host_cut_off_ends_both_sides(hosts: Hosts) -> None:
         assert "node 1 (rank 1) was silent for 3 s" in at_leader
         assert "node 0 at 198.18.0.1:50061 was silent for 3 s" in at_other
         assert [await node.end() for node in made.started] == [1, 1]
-        assert [process for process in processes if process.is_running()] == []
+        assert left(processes) == []
 
 
 @pytest.mark.slow

@@ -68,9 +68,9 @@ class Streams:
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def begun(self, tokens: int = 10) -> None:
-        """Until so many messages of each have come."""
+        """Until so many tokens of each have come, in however many messages."""
         async with asyncio.timeout(WAIT):
-            while not all(len(events) > tokens for events in self.events):
+            while not all(_tokens(events) > tokens for events in self.events):
                 assert not any(task.done() and task.exception() for task in self.tasks)
                 await asyncio.sleep(0.005)
 
@@ -79,6 +79,10 @@ class Streams:
         async with asyncio.timeout(WAIT):
             await asyncio.gather(*self.tasks)
         return [_output(events) for events in self.events]
+
+
+def _tokens(events: Sequence[Any]) -> int:
+    return sum(len(event.tokens.token_ids) for event in events)
 
 
 def _output(events: Sequence[Any]) -> Any:
@@ -218,8 +222,8 @@ async def test_a_node_whose_files_cannot_be_used_is_left(tmp_path: Path, what: s
         await served.live(1)
         assert await served.nodes[1].end() == 1
         why = {"changed": "its files hold other weights now", "gone": f"{path}.* is there"}[what]
-        for node in served.nodes:
-            assert node.said(why), (node.lines[-10:], node.text[-10:])
+        assert served.nodes[1].said(why), (served.nodes[1].lines[-10:], served.nodes[1].text[-10:])
+        await served.until(lambda: served.nodes[0].said(why))
         if what == "gone":
             (tmp_path / "away").rename(file)
             await served.back(1, "--model", str(path))

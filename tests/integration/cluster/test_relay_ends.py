@@ -22,10 +22,14 @@ from tests.support.raw_client import RawClient
 
 async def test_a_caller_that_leaves_frees_its_request() -> None:
     async with relayed() as both:
+        both.ranks.hold()
         call = both.node.client.generate([1], max_new_tokens=50_000)
         for _ in range(3):
+            both.ranks.step()
             await next_event(call)
         call.cancel()
+        await both.served.until(lambda: both.ranks.cancelled == [1])
+        both.ranks.release()
         await both.served.idle()
         assert [summary.status for summary in both.served.heard.finished] == ["CANCELLED"]
         await both.served.until(lambda: both.node.heard.ended == ["CANCELLED"])

@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 from grpc import aio
 
+from ep_server.cluster import follower
+from ep_server.cluster import leader as leader_module
 from ep_server.cluster import link as link_module
 from ep_server.cluster.claim import Claim, claim_of, hello_of
 from ep_server.cluster.discovery import NodePlace
@@ -25,16 +27,21 @@ from tests.support.cluster.rendezvous import (
     WAIT,
     Rendezvous,
     config_of,
-    free_port,
     rendezvous,
     spawn,
 )
+from tests.support.ports import free_port
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silence above gRPC, whose own threads go on in these tests, is not borne for longer."""
+    """A silence above gRPC, whose own threads go on in these tests, is not borne for longer.
+
+    Nor does gRPC end a connection if a busy machine holds these threads up.
+    """
     monkeypatch.setattr(link_module, "STUCK", 1)
+    for module in (follower, leader_module):
+        monkeypatch.setattr(module, "liveness", lambda _: link_module.liveness(2 * WAIT))
 
 
 async def hello_alone(claim: Claim) -> AsyncIterator[pb.Bundle]:
@@ -113,6 +120,9 @@ async def test_node_that_stops_reading_is_lost_despite_queued_data() -> None:
     async def say() -> AsyncIterator[pb.Bundle]:
         yield pb.Bundle(messages=[pb.NodeMessage(hello=hello)])
         yield pb.Bundle(messages=[pb.NodeMessage(planned=pb.Planned(group=1, kv_blocks=7))])
+        while not spawning.done():
+            yield pb.Bundle()  # a heartbeat
+            await asyncio.sleep(0.05)
         await asyncio.sleep(WAIT)
 
     try:
