@@ -15,7 +15,11 @@ from tests.support.frontend import WAIT
 
 PROMPT = "The decode server fetches what the prefill server has computed. " * 3
 FIELDS: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-OPTIONS = ("--load-format", "dummy", "--ranks", "2")
+OPTIONS = (
+    *("--load-format", "dummy", "--ranks", "2"),
+    # A busy machine must not look like a prefill server that is lost.
+    *("--handoff-silence-seconds", "60", "--handoff-stall-seconds", "60"),
+)
 
 
 def received(log: Path) -> int:

@@ -156,7 +156,7 @@ async def test_a_second_fetch_computes_the_prompt(servers: Pair) -> None:
 
 async def test_released_blocks_are_free_and_not_fetched(servers: Pair) -> None:
     prefill, decode = servers
-    await parked(prefill.server)
+    await nothing_held(prefill)  # what the tests before have fetched is freed a moment later
     ids, before = prompt(70), await used(prefill)
     handle = await held(prefill, ids)
     await parked(prefill.server)
@@ -361,7 +361,7 @@ async def test_a_refused_request_holds_no_blocks() -> None:
 
 async def test_a_prefill_bypasses_the_prefix_cache_too() -> None:
     async with (
-        pair() as (prefill, decode),
+        pair(PATIENT, PATIENT) as (prefill, decode),
         AsyncClient(decode.server.address) as client,
         PrefillDecode(prefill.server.address, client, handle_seconds=WAIT) as handing,
     ):

@@ -6,10 +6,11 @@ Holds last far longer than the tests: blocks that are free again were freed by w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -19,7 +20,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from ep_server.client import AsyncClient, PrefillDecode
-from tests.support.frontend import WAIT, Code, failure
+from ep_server.records import TokenEvent
+from ep_server.scheduler.handoffs import HoldEnd
+from ep_server.v1 import decode_pb2
+from tests.support.frontend import WAIT, Code, failure, parked
 from tests.support.handoff.servers import (
     Running,
     continued,
@@ -28,7 +32,6 @@ from tests.support.handoff.servers import (
     nothing_held,
     pair,
     serving,
-    something_held,
     used,
 )
 
@@ -38,6 +41,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "temperature"
 HOLD = {"handoff__hold_seconds": 10 * WAIT}
 PATIENT = {"handoff__silence_seconds": 60.0, "handoff__stall_seconds": 60.0}  # with a busy machine
 MOMENTS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
+MANY = 20  # times a prompt: its prefill takes longer than the reports that show it
 
 Pair = tuple[Running, Running]
 
@@ -61,17 +65,39 @@ async def alone(server: Running, ids: list[int]) -> list[int]:
     return output.token_ids
 
 
-async def test_a_prefill_dropped_before_its_end_holds_nothing() -> None:
+async def test_a_prefill_dropped_before_its_end_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("prefill", scheduler__max_step_tokens=1, **HOLD) as prefill:
-        for number, seconds in enumerate(MOMENTS):
-            call = prefill.client.generate(prompt(number) * 8, max_new_tokens=1, hold_kv=True, timeout=WAIT)
-            async for event in call:
-                if event.HasField("kv_handle"):
-                    break
-            await asyncio.sleep(seconds)
-            call.cancel()
+        delivery, ended = prefill.server.engine._delivery, list[int]()
+        on_tokens = delivery.on_tokens
+
+        def noted(rank: int, events: Sequence[TokenEvent]) -> None:
+            ended.extend(event.number for event in events)
+            on_tokens(rank, events)
+
+        monkeypatch.setattr(delivery, "on_tokens", noted)
+        numbers = itertools.count()
+        for seconds in MOMENTS:
+            while await dropped(prefill, prompt(next(numbers)) * 8, seconds, ended):
+                pass  # again: its last step came before the cancellation
         await nothing_held(prefill)
-        assert prefill.count("handoff_hold_ns") == 0
+        assert sum(prefill.count(f"handoff_holds/{why}") for why in HoldEnd) == len(ended)
+
+
+async def dropped(prefill: Running, ids: list[int], seconds: float, ended: list[int]) -> bool:
+    """Cancels a prefill so long after its handle came. ended: numbers of those that came to their end.
+
+    Returns: whether this one did. Its blocks are released then.
+    """
+    before = len(ended)
+    call = prefill.client.generate(ids, max_new_tokens=1, hold_kv=True, timeout=WAIT)
+    handle = (await anext(event async for event in call if event.HasField("kv_handle"))).kv_handle
+    await asyncio.sleep(seconds)
+    call.cancel()
+    await parked(prefill.server)
+    if len(ended) == before:
+        return False
+    await prefill.client.decode.ReleaseKv(decode_pb2.ReleaseKvRequest(key=handle.key))
+    return True
 
 
 @pytest.mark.parametrize("moment", ["handle", "unread", "reading"])
@@ -122,28 +148,36 @@ async def test_two_servers_that_ask_for_one_hold(servers: Pair) -> None:
 async def test_an_expired_hold_is_computed_again() -> None:
     async with pair({"handoff__hold_seconds": 0.1}) as (prefill, decode):
         handle = await held(prefill, prompt(0))
-        await something_held(prefill)
+        await counted(prefill, "handoff_holds/expired", 1)
         await nothing_held(prefill)
         output = await continued(decode, prompt(0), handle, **GREEDY)
         assert output.token_ids == await alone(decode, prompt(0))
         assert output.finished.usage.cached_tokens == 0
-        await counted(prefill, "handoff_holds/expired", 1)
 
 
 async def test_a_prefill_server_killed_during_the_transfer() -> None:
-    async with pair({"scheduler__max_step_tokens": 1, **HOLD}, PATIENT) as (prefill, decode):
-        ids = prompt(1) * 8
+    cached, whole = LENGTH * MANY, LENGTH * MANY - 1
+    while not cached < whole:  # again if all was fetched before the signal
+        cached = await killed_during_the_transfer()
+
+
+async def killed_during_the_transfer() -> int:
+    """A step has one token. Returns: tokens that the decode server got."""
+    options = {"scheduler__kv_blocks": 512}
+    slow = {"scheduler__max_step_tokens": 1, **options, **HOLD}
+    async with pair(slow, {**options, **PATIENT}) as (prefill, decode):
+        ids = prompt(1) * MANY
         expected = await alone(decode, ids)
         call = prefill.client.generate(ids, max_new_tokens=1, hold_kv=True, timeout=WAIT)
         handle = (await anext(event async for event in call if event.HasField("kv_handle"))).kv_handle
         task = asyncio.create_task(continued(decode, ids, handle, bypass_prefix_cache=True, **GREEDY))
-        await asyncio.sleep(0.3)  # a step has one token
+        await counted(prefill, "handoff_bytes/sent", 1)
         os.kill(prefill.ranks.pids[0], signal.SIGKILL)
         output = await task
         assert output.token_ids == expected
-        assert output.finished.usage.cached_tokens < len(ids) - 1
         call.cancel()
         await nothing_held(decode)
+        return int(output.finished.usage.cached_tokens)
 
 
 async def prefilled(server: Running, ids: list[int]) -> dict[str, Any]:
