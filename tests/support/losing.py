@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.config import Config
 from ep_server.frontend.server import Server
@@ -76,6 +78,28 @@ class Losing:
     async def begun(self, asked: list[dict[str, Any]], tokens: int) -> asyncio.Task[list[Output]]:
         """Requests that run, one of them with so many tokens."""
         return await begun(lambda: run_all(self.client, asked), lambda: longest(self.server.engine) >= tokens)
+
+    async def amid(self, asked: list[dict[str, Any]], tokens: int) -> asyncio.Task[list[Output]]:
+        """Like begun(), but all ranks are stopped: nothing ends before go_on()."""
+        async with asyncio.timeout(WAIT):
+            while True:
+                running = await self.begun(asked, tokens)
+                processes = [psutil.Process(pid) for pid in self.group().pids]
+                for process in processes:
+                    process.suspend()
+                while any(process.status() != psutil.STATUS_STOPPED for process in processes):
+                    await asyncio.sleep(0.001)
+                for _ in range(10):  # rounds of the loop, which reads what they have sent
+                    await asyncio.sleep(0)
+                if self.server.engine._requests:
+                    return running
+                self.go_on()  # again: all ended meanwhile
+                await running
+
+    def go_on(self) -> None:
+        """All ranks that are left."""
+        for rank in range(RANKS):
+            self.signal(rank, signal.SIGCONT)
 
     async def recovered(self, times: int, *, everyone: bool = True) -> None:
         """Until the server has recovered so often in all, and serves with all ranks again."""

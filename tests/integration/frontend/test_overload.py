@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -80,15 +81,26 @@ async def test_calls_refused_unread_are_counted(tmp_path: Path) -> None:
         await served.until(lambda: served.heard.refused[4:] == ["CANCELLED"])
 
 
-def generated(address: str, sent: threading.Event, fields: dict[str, int], **options: float) -> str:
-    """The status of one call of Generate."""
+@dataclass
+class Turns:
+    """Of the thread that calls and of the loop that serves."""
+
+    connected: threading.Event = field(default_factory=threading.Event)
+    blocked: threading.Event = field(default_factory=threading.Event)  # the loop accepts nothing from here
+    sent: threading.Event = field(default_factory=threading.Event)
+
+
+def generated(address: str, turns: Turns, fields: dict[str, int], **options: float) -> str:
+    """The status of one call of Generate that is sent while the event loop of the server does nothing."""
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         grpc.channel_ready_future(channel).result(WAIT)
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=[1]), stopping=pb.Stopping(max_new_tokens=1), **fields
         )
+        turns.connected.set()
+        turns.blocked.wait(WAIT)
         call = channel.unary_stream(GENERATE)(request.SerializeToString(), **options)
-        sent.set()
+        turns.sent.set()
         with suppress(grpc.RpcError):
             list(call)
         return str(call.code().name)
@@ -108,13 +120,13 @@ async def test_waiting_to_be_accepted_counts_against_deadlines(
 ) -> None:
     async with serving() as served:
         await served.until(lambda: bool(served.heard.accept_waits))  # probes run
-        sent = threading.Event()
+        turns = Turns()
         call = asyncio.create_task(
-            asyncio.to_thread(generated, served.server.address, sent, fields, **options)
+            asyncio.to_thread(generated, served.server.address, turns, fields, **options)
         )
-        await asyncio.sleep(0)
-        while not sent.wait(0.01):
-            await asyncio.sleep(0)
+        await served.until(turns.connected.is_set)
+        turns.blocked.set()
+        assert turns.sent.wait(WAIT)
         time.sleep(3.0)  # nor does the server, in this loop, accept any
         assert await call == status
         await served.until(lambda: max(served.heard.accept_waits) > 1.5)

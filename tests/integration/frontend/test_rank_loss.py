@@ -183,6 +183,7 @@ async def test_a_request_that_is_fatal_to_add_ends_alone() -> None:
             await lost.client.complete(list(FATAL), max_new_tokens=4, timeout=WAIT)
         assert caught.value.code() is StatusCode.UNAVAILABLE
         assert [seen(output) for output in await running] == expected
+        await lost.until(lambda: len(lost.heard.recovered) >= 3)
         assert len(lost.heard.recovered) == 3
 
 
@@ -208,9 +209,10 @@ async def test_weights_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
         lost.signal(1)
         assert [seen(output) for output in await running] == expected
         await lost.recovered(1)
-        running = await lost.begun(SHORT, 5)
+        running = await lost.amid(SHORT, 5)
         (other / "model.safetensors").replace(path / "model.safetensors")
         lost.signal(2)
+        lost.go_on()
         with pytest.raises(AioRpcError, match="its files hold other weights now than the ranks have loaded"):
             await running
         await lost.server.engine.lost.wait()
@@ -220,9 +222,10 @@ async def test_a_checkpoint_that_is_gone_ends_the_server(tmp_path: Path) -> None
     """Experts of a lost rank cannot be read, now or by other processes. The status names the file."""
     path = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
     async with losing(model__path=str(path)) as lost:
-        running = await lost.begun(SHORT, 5)
+        running = await lost.amid(SHORT, 5)
         (path / "model.safetensors").unlink()
         lost.signal(1)
+        lost.go_on()
         with pytest.raises(AioRpcError, match=rf"UNAVAILABLE[^$]*{path}.*model\.safetensors") as caught:
             await running
         assert caught.value.code() is StatusCode.UNAVAILABLE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from ep_server.ranks.local_ranks import LocalRanks
 from ep_server.ranks.process import NO_CALLBACKS
 from ep_server.records import RankLoad, RankStatistics
 from ep_server.v1.rank_pb2 import ToRank
-from tests.support.losing import ASKED, WAIT, losing, run_all, seen, undisturbed
+from tests.support.losing import ASKED, WAIT, Losing, losing, run_all, seen, undisturbed
 from tests.support.models.perturbed import perturbed
 from tests.support.ranks.cache_mirror import CacheMirror
 from tests.support.ranks.serving import begun
@@ -157,6 +157,16 @@ async def test_an_update_and_a_scale_take_turns(tmp_path: Path) -> None:
         assert not lost.heard.lost
 
 
+async def counters(lost: Losing, rank: int) -> Mapping[str, int]:
+    """Those of a rank, once its newest report says that it has done all that was given to it."""
+
+    def newest() -> Mapping[str, int]:
+        return lost.server.engine.rank_statistics[rank].counters
+
+    await lost.until(lambda: newest().get("parked_at_work") == lost.group()._board.work_number)
+    return newest()
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 async def test_new_ranks_become_what_the_old_ones_were(
     in_place: bool, monkeypatch: pytest.MonkeyPatch
@@ -170,9 +180,9 @@ async def test_new_ranks_become_what_the_old_ones_were(
     async with losing(**fields) as lost, AsyncClient(lost.server.address) as client:
         expected = await undisturbed(lost.client, ASKED)
         assert list((await client.scale(2, hold_out=[0])).live) == [1, 2]
-        before = lost.server.engine.rank_statistics[1].counters
+        before = await counters(lost, 1)
         assert [seen(output) for output in await run_all(lost.client, ASKED)] == expected
-        after = lost.server.engine.rank_statistics[1].counters
+        after = await counters(lost, 1)
         run, split = (after[name] - before[name] for name in ("run_steps", "overlap_steps"))
         assert 0 < split < run, "rank 1 tries both ways"
         old, running = lost.group(), await lost.begun(ASKED, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -27,6 +28,7 @@ from tests.support.raw_client import RawClient
 
 RANKS = 2
 LAYERS = 3
+BEFORE = 22  # requests that end well before one is dropped
 DIGITS = 10  # of the vocabulary: any of them may stand in a prompt
 # Facts, not measurements. A rank that lives stays up; the one that is killed goes down.
 CONSTANT = {
@@ -151,7 +153,7 @@ async def test_every_exported_series_moves(app: App) -> None:
         # More sequences than fit: some wait, some are preempted, prefixes are found again.
         many = [
             client.complete(prompt, max_new_tokens=120, ignore_eos=True, dp_rank=n % RANKS, timeout=120)
-            for n in range(20)
+            for n in range(BEFORE - 2)
         ]
         load = asyncio.gather(*many)
         while not load.done():
@@ -159,18 +161,14 @@ async def test_every_exported_series_moves(app: App) -> None:
             await asyncio.sleep(0.05)
         outputs = await load
         # Ends of every other kind.
-        dropped = client.generate(prompt, max_new_tokens=200, ignore_eos=True)
-        async for event in dropped:
-            if event.WhichOneof("event") == "tokens":
-                dropped.cancel()
-                break
+        dropped = await _drop(client, prompt, watch)
         with pytest.raises(grpc.RpcError):
             await client.complete(prompt, temperature=-1.0)
-        await watch.until(lambda found: value(found, "epserver_cancel_to_free_seconds_count") > 0)
         await watch.until(lambda found: _total(found, "epserver_rank_running") == 0)
         await parked(app.server)  # the reports of both ranks count the same steps
         await watch.scrape()
-        _check_sums(watch.last, outputs_tokens=sum(len(output.token_ids) for output in outputs))
+        tokens = sum(len(output.token_ids) for output in outputs)
+        _check_sums(watch.last, outputs_tokens=tokens, requests=BEFORE + dropped)
         await _end_unread(client, watch)
         await client.control.UpdateWeights(UpdateWeightsRequest(path=str(DEMO_MODEL)))
         await watch.until(lambda found: value(found, "epserver_weights_version") == 1)
@@ -180,6 +178,22 @@ async def test_every_exported_series_moves(app: App) -> None:
             await client.complete(prompt, max_new_tokens=100, timeout=30)
     await watch.until(lambda found: value(found, "epserver_ep_rank_up", rank="1") == 0)
     assert watch.dead() == []
+
+
+async def _drop(client: RawClient, prompt: list[int], watch: Watch) -> int:
+    """A caller leaves a stream. Returns: how many streams that took; one may have ended before."""
+    cancelled = frozenset({("status", "CANCELLED"), ("finish_reason", "")})
+    for times in itertools.count(1):
+        dropped = client.generate(prompt, max_new_tokens=200, ignore_eos=True)
+        async for event in dropped:
+            if event.WhichOneof("event") == "tokens":
+                dropped.cancel()
+                break
+        await watch.until(lambda found, n=times: value(found, "epserver_request_seconds_count") == BEFORE + n)
+        if watch.last.get(("epserver_requests_total", cancelled)) == 1:
+            await watch.until(lambda found: value(found, "epserver_cancel_to_free_seconds_count") > 0)
+            return times
+    raise AssertionError("unreachable")
 
 
 async def _end_unread(client: RawClient, watch: Watch) -> None:
@@ -202,19 +216,19 @@ def in_all_modes(found: Series, name: str, **labels: str) -> float:
     return sum(found.get((name, frozenset({**labels, "mode": mode}.items())), 0) for mode in modes)
 
 
-def _check_sums(found: Series, outputs_tokens: int) -> None:
+def _check_sums(found: Series, outputs_tokens: int, requests: int) -> None:
     """Numbers that are known beforehand, and numbers that have to agree with each other."""
-    assert value(found, "epserver_requests_admitted_total") == 23
-    assert value(found, "epserver_prompt_tokens_total") == 23 * 48
+    assert value(found, "epserver_requests_admitted_total") == requests
+    assert value(found, "epserver_prompt_tokens_total") == requests * 48
     assert value(found, "epserver_requests_total", status="OK", finish_reason="length") >= 20
     assert value(found, "epserver_requests_total", status="CANCELLED", finish_reason="") == 1
     assert value(found, "epserver_requests_total", status="INVALID_ARGUMENT", finish_reason="") == 1
     assert value(found, "epserver_requests_total", status="UNAVAILABLE", finish_reason="") == 0
-    assert value(found, "epserver_request_seconds_count") == 23
+    assert value(found, "epserver_request_seconds_count") == requests
     lived = (value(found, f"epserver_request_{part}_seconds_sum") for part in ("prefill", "decode"))
     assert 0 < sum(lived) <= value(found, "epserver_request_seconds_sum")
-    assert value(found, "epserver_request_decode_seconds_count") == 23
-    assert value(found, "epserver_time_to_first_token_seconds_count") == 23
+    assert value(found, "epserver_request_decode_seconds_count") == requests
+    assert value(found, "epserver_time_to_first_token_seconds_count") == requests
     assert value(found, "epserver_generated_tokens_total") >= outputs_tokens == 2400
     for rank in map(str, range(RANKS)):
         steps = value(found, "epserver_steps_total", rank=rank)
