@@ -303,7 +303,7 @@ def test_no_server_is_one_line(command: tuple[str, ...], capfd: pytest.CaptureFi
 def test_too_few_open_files_are_one_line(command: tuple[str, ...]) -> None:
     few = ["bash", "-c", 'ulimit -n 24; exec "$@"', "few"]
     line = [*few, sys.executable, "-m", "ep_server", *command]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=WAIT)
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=4 * WAIT)
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch(
         r"ep-server: error: limit of open files \(ulimit -n\) = 24: must be at least \d+ with \d ranks here, "

@@ -102,10 +102,9 @@ async def test_serve_answer_cancel_drain() -> None:
         info = await client.server_info()
         assert {rank.pid for rank in info.rank_info} == {rank.pid for rank in process.ranks}
 
-        long = client.generate("12+30=", ignore_eos=True, request_id="long", timeout=WAIT)
-        await next_event(long)
-        await next_event(long)
+        _, long, rank = await amid(client, ignore_eos=True, request_id="long", timeout=WAIT)
         await client.abort("long")
+        rank.resume()
         assert (await failure(long)).code() is Code.CANCELLED
         async with asyncio.timeout(WAIT):
             while (await client.loads()).in_flight:

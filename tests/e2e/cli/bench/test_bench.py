@@ -80,6 +80,8 @@ def test_online_with_a_server_of_its_own(capfd: pytest.CaptureFixture[str], tmp_
     goals = ("--slo-ttft-ms", "600000", "--slo-itl-ms", "600000", "--stream-interval", "4")
     own = ("--model", str(DEMO), "--ranks", "2", "--clients", "2", "--chart", str(chart))
     found = bench(capfd, "online", *own, *load, *goals)
+    while found["steady_seconds"] is None:  # again: a busy machine kept a client from sending with the other
+        found = bench(capfd, "online", *own, *load, *goals)
     assert (found["requests"], found["errors"], found["output_tokens"]) == (11, 0, 99)
     assert found["goodput"]["requests"] == 11 and found["statuses"] == {}
     assert found["tokens_per_message"] > 2  # 1, 4 and 4
@@ -213,7 +215,9 @@ def test_control_c_ends_all_processes_without_a_word(tmp_path: Path) -> None:
         process = subprocess.Popen(command, stdout=err, stderr=err, start_new_session=True)
         try:
             begin = time.monotonic()
-            while b"warm-up: 1/1" not in (tmp_path / "err").read_bytes() and time.monotonic() < begin + WAIT:
+            while (
+                b"warm-up: 1/1" not in (tmp_path / "err").read_bytes() and time.monotonic() < begin + 4 * WAIT
+            ):
                 time.sleep(0.05)
             time.sleep(0.3)  # for requests to be under way; sooner is right as well
             os.killpg(process.pid, signal.SIGINT)
