@@ -95,6 +95,7 @@ def serve(channel: RankChannel, choose: Choose | None = None, *, standby: bool =
     except Exception as error:
         if not isinstance(error, EpServerError):
             log.exception("the rank failed")
+            logs.flush()  # whoever hears the last message may kill this process at once
         _send_fatal(channel, error)
         for exchange in exchanges:  # after the last message, so that the peers' errors arrive after the cause
             exchange.abort()

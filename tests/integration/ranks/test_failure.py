@@ -90,6 +90,15 @@ async def test_a_bug_in_a_step_is_reported_by_the_rank_that_has_it(
     assert "Traceback" in capfd.readouterr().err
 
 
+async def test_the_traceback_of_a_bug_is_written_before_the_process_is_killed(
+    tiny: Tiny, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with group(rank_config(tiny.path, 1), module="tests.support.ranks.late_log_rank") as (ranks, heard):
+        ranks.submit(0, greedy(1, (10**6,), 5))
+        await heard.until(lambda: heard.lost)
+    assert "Traceback" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 async def test_a_stopped_rank_is_named_not_one_that_waits(tiny: Tiny, ranks: int) -> None:
     """Wherever it stops, in a vote or amid a step: whoever waited in vain says so, and is not to blame."""
