@@ -90,7 +90,7 @@ async def test_a_bug_in_a_step_is_reported_by_the_rank_that_has_it(
     assert "Traceback" in capfd.readouterr().err
 
 
-async def test_the_traceback_of_a_bug_is_written_before_the_process_is_killed(
+async def test_the_traceback_of_a_bug_is_written_before_the_kill(
     tiny: Tiny, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with group(rank_config(tiny.path, 1), module="tests.support.ranks.late_log_rank") as (ranks, heard):
