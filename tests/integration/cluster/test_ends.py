@@ -330,7 +330,7 @@ async def test_suspended_node_is_silent_and_exits_when_resumed() -> None:
 
 @pytest.mark.slow
 async def test_without_a_sign_of_its_leader_a_node_ends() -> None:
-    async with serving(options=("--cluster-silent-seconds", "3")) as servers:
+    async with serving(options=(*STOP, "--cluster-silent-seconds", "3")) as servers:
         processes = servers[1].ranks
         async with streams(servers[1]) as (call,):
             servers[0].signal(signal.SIGSTOP)

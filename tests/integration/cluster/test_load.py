@@ -13,6 +13,7 @@ from tests.support.fabric.fabric_ends import needs
 from tests.support.raw_client import RawClient
 
 NEW_TOKENS = 40
+OPTIONS = ("--model-dtype", "float32", "--resilience-on-rank-loss", "stop")  # one that is told to ends both
 ROUNDS, AT_ONCE = 4, 60
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "timeout": WAIT}
 
@@ -30,7 +31,7 @@ async def test_both_nodes_under_load_give_the_tokens_of_one_request() -> None:
     needs("system")
     choice = random.Random(1)
     prompts = [f"{choice.randrange(99)}+{choice.randrange(99)}=" for _ in range(12)]
-    async with serving(ranks=2, options=("--model-dtype", "float32")) as servers:
+    async with serving(ranks=2, options=OPTIONS) as servers:
         async with RawClient(servers[0].address) as first, RawClient(servers[1].address) as second:
             alone = {
                 prompt: (await first.complete(prompt, max_new_tokens=NEW_TOKENS, **GREEDY)).token_ids
