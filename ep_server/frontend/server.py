@@ -182,12 +182,13 @@ class Server:
                     fits,
                     self._model.max_context,
                 )
+            ranks = self.engine.num_ranks
             log.info(
-                "serving %s on %s, %d rank%s on %s",
+                "serving %s on %s, %d %s on %s",
                 self._model.name,
                 self.address,
-                ranks := self.engine.num_ranks,
-                "s" * (ranks != 1),
+                ranks,
+                "rank" if ranks == 1 else "ranks",
                 self.config.parallel.device,
             )
 

@@ -134,7 +134,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
         blocks = min(int(share / (ranks * block)), useful_blocks(scheduler, context))
     if not blocks or fixed + ranks * blocks * block > available:
         most = max(0, available - fixed) // (ranks * block)
-        gib, tier = scheduler.kv_host_gib, (available - fixed + host) / ranks / 2**30  # asked for; possible
+        gib, left = scheduler.kv_host_gib, (available - fixed + host) / ranks / 2**30
         raise StartupError(
             f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
             f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache"
@@ -144,7 +144,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
             f"{_gib(processes * PROCESS_BYTES)} for {processes} processes need more than the "
             f"{_gib(available)} of memory available"
             + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
-            + (f"; scheduler.kv_host_gib = {gib:g}: must be less than {tier:.2f}" if 0 < tier <= gib else "")
+            + (f"; scheduler.kv_host_gib = {gib:g}: must be less than {left:.2f}" if 0 < left <= gib else "")
         )
     kv = KvMemoryLayout.of(spec, blocks, scheduler.block_size, cached)
     keeps = max(0, min(ranks, (available - fixed) // kv.nbytes - ranks))

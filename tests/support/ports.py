@@ -1,4 +1,4 @@
-"""Ports of the loopback for servers that are told theirs, or that come back to it.
+"""Loopback ports for servers whose port a test must know before they start, or that use one again.
 
 A port that the kernel has chosen is anybody's again once it is closed: the next bind or connect of a test
 that runs beside this one may get it. Those here lie below the kernel's range, and each test process has its

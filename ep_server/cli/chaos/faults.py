@@ -125,7 +125,7 @@ class Faults:
         shape: ServerShape,
         changes: Changes,
         draw: random.Random,
-        begun: Sequence[Answer] = (),
+        begun: Sequence[Answer],
     ) -> None:
         self.changes, self._shape = changes, shape
         self.done: list[Fault] = []

@@ -84,8 +84,12 @@ async def _answer(ask: Ask, one: Asked, begun: list[Answer]) -> Answer:
     stream = await ask(one.prompt_ids, **one.fields)
     answer = Answer(stream.output, began, count=one.fields.get("num_sequences", 1))
     begun.append(answer)
-    async for tokens in stream:
-        answer.got(tokens, time.monotonic())
+    try:
+        async for tokens in stream:
+            answer.got(tokens, time.monotonic())
+    except EpServerError:
+        answer.failed = True
+        raise
     return answer
 
 

@@ -67,7 +67,7 @@ class Answer:
     """An output, and when each of its sequences got tokens, by index.
 
     asked: when it was asked for. moves: when it had its first token of another rank, and which.
-    count: of its sequences. Times are of time.monotonic().
+    count: of its sequences. failed: no more tokens come. Times are of time.monotonic().
     """
 
     output: Output
@@ -75,6 +75,7 @@ class Answer:
     arrivals: dict[int, list[float]] = field(default_factory=dict)
     moves: list[tuple[float, int]] = field(default_factory=list)
     count: int = 1
+    failed: bool = False
 
     def got(self, tokens: Tokens, now: float) -> None:
         """Tokens arrived."""
@@ -96,9 +97,9 @@ class Answer:
 
     @property
     def silent_since(self) -> float:
-        """The last token, or the start, of the sequence that waits longest; infinity once all have ended."""
+        """The last token, or the start, of the sequence that waits longest; infinity if none waits."""
         ended = {i for i, one in enumerate(self.output.sequences) if one.finished is not None}
-        left = set(range(self.count)) - ended
+        left = set() if self.failed else set(range(self.count)) - ended
         return min((self.arrivals.get(i, [self.asked])[-1] for i in left), default=math.inf)
 
     @property

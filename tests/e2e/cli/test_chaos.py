@@ -268,7 +268,7 @@ async def test_a_rank_that_has_ended_has_no_parent() -> None:
     assert parent_of(rank.pid) is None
     unused: Any = None
     plan = FaultPlan(1, [FaultKind.SERVER], together=1, apart=0.0, every=1.0, recover_seconds=1.0)
-    faults = Faults(unused, plan, ServerShape(1, 1, exact=True), unused, random.Random(0))
+    faults = Faults(unused, plan, ServerShape(1, 1, exact=True), unused, random.Random(0), [])
     await faults._lose_some({0: rank.pid}, FaultKind.SERVER)
     assert not faults.done and not faults.losses
 
@@ -288,6 +288,9 @@ async def test_a_request_meets_no_third_loss_in_a_row() -> None:
     assert (await asyncio.wait([waiting], timeout=0.2))[1] == {waiting}
     answer.arrivals[1] = [began + 2.6]
     await asyncio.wait_for(waiting, WAIT)
+    faults.done += [Fault(FaultKind.KILL, 0, began + at) for at in (3, 4)]
+    answer.failed = True  # nothing is left to wait for
+    await asyncio.wait_for(faults._streams_go_on(), WAIT)
 
 
 def test_which_ranks_a_fault_may_hit() -> None:

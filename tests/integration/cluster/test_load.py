@@ -13,7 +13,7 @@ from tests.support.fabric.fabric_ends import needs
 from tests.support.raw_client import RawClient
 
 NEW_TOKENS = 40
-OPTIONS = ("--model-dtype", "float32", "--resilience-on-rank-loss", "stop")  # one that is told to ends both
+OPTIONS = ("--model-dtype", "float32", "--resilience-on-rank-loss", "stop")  # a node that stops ends both
 ROUNDS, AT_ONCE = 4, 60
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "timeout": WAIT}
 

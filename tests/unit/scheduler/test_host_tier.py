@@ -7,24 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ep_server.errors import InternalError
-from ep_server.scheduler import SchedulerLimits
 from ep_server.scheduler.host_tier import HostSlots
-from tests.support.ranks.simulated_rank import SimulatedRank, make_request, stream_alone
+from tests.support.ranks.simulated_rank import SimulatedRank, make_request, small_rank, stream_alone
 
 HISTORY = [token % 5 for token in range(24)]
 
 
 def rank_of(**changes) -> SimulatedRank:
-    values = {
-        "max_running": 4,
-        "max_step_tokens": 16,
-        "block_size": 4,
-        "kv_blocks": 10,
-        "prefix_cache": True,
-        "max_context": 100,
-        "host_blocks": 32,
-    }
-    return SimulatedRank(SchedulerLimits(**{**values, **changes}))
+    tier = {"max_running": 4, "kv_blocks": 10, "prefix_cache": True, "host_blocks": 32}
+    return small_rank(**{**tier, **changes})
 
 
 def after_eviction(**changes) -> SimulatedRank:
