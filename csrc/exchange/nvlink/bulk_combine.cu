@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
   } else if (o.alive) {
     sum_tokens(g, a, o, begins.at[g.rank], roles.first_sum(warp), roles.sums());
   }
-  close_bulk(g, o);
+  close_bulk(g, o, false);  // a flag follows each row
   if (threadIdx.x == 0 && o.alive) raise(g.state->bulk[uint32_t(Op::kCombine)].end_ns, clock_ns());
   if (blockIdx.x == 0 && threadIdx.x == kWarp) flush_bulk_times(g, Op::kDispatch);
 }

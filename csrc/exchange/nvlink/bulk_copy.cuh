@@ -37,19 +37,6 @@ __device__ __forceinline__ bool await_cell(const Device& g, const void* cell, ui
   return true;
 }
 
-// Waits for a word of this operation. Returns its upper half, or nothing if the group failed.
-__device__ __forceinline__ bool await_ready(const Device& g, const void* cell, const BulkWait& w,
-                                            uint32_t& value) {
-  uint64_t start = 0;
-#pragma unroll 1
-  for (uint32_t spins = 0;; ++spins) {
-    const uint64_t seen = load_acquire(cell);
-    value = high_word(seen);
-    if (low_word(seen) == uint32_t(w.operation)) return true;
-    if (!keep_waiting(g, w, spins, start)) return false;
-  }
-}
-
 // Where the rows for a peer go.
 struct BulkPeer {
   std::byte* block;
@@ -66,37 +53,47 @@ struct BulkOpened {
   __device__ __forceinline__ bool is_absent(uint32_t rank) const { return absent >> rank & 1; }
 };
 
-// Publishes to `peer` where rows for this rank go.
+// Publishes to `peer` where rows for this rank go. Earlier kernels have read what was there: no release.
 __device__ __forceinline__ void publish_target(const Device& g, const BulkTarget& target, uint64_t operation,
                                                uint32_t peer) {
   std::byte* cell = g.regions[peer] + g.bulk.ready_at(operation & 1, g.rank);
-  store_release(cell, target.offset / BulkLayout::kUnit << 32 | uint32_t(operation));
-  store_release(cell + sizeof(uint64_t), uint64_t(target.capacity) << 32 | uint32_t(operation));
+  store_relaxed(cell, target.offset / BulkLayout::kUnit << 32 | uint32_t(operation));
+  store_relaxed(cell + sizeof(uint64_t), uint64_t(target.capacity) << 32 | uint32_t(operation));
+}
+
+// Waits for what publish_target() tells. Returns false if the group failed.
+__device__ __forceinline__ bool await_target(const Device& g, const BulkWait& w, BulkPeer& peer) {
+  const std::byte* cell = g.own() + g.bulk.ready_at(w.operation & 1, w.peer);
+  uint64_t start = 0;
+#pragma unroll 1
+  for (uint32_t spins = 0;; ++spins) {
+    const uint64_t place = load_relaxed(cell), capacity = load_relaxed(cell + sizeof(uint64_t));
+    if (low_word(place) == uint32_t(w.operation) && low_word(capacity) == uint32_t(w.operation)) {
+      peer = {g.regions[w.peer] + g.bulk.heap + high_word(place) * BulkLayout::kUnit, high_word(capacity)};
+      return true;
+    }
+    if (!keep_waiting(g, w, spins, start)) return false;
+  }
 }
 
 // Thread r finds out where rows for rank r go. Without a target nobody asks. The whole block calls it first.
 __device__ __forceinline__ void open_bulk(const Device& g, Op op, const BulkTarget* target, BulkOpened& o) {
   const uint32_t r = threadIdx.x;
+  const uint64_t operation = (load_relaxed(&g.state->bulk_operations) >> kTicketShift) + 1;
+  const uint32_t absent = g.state->control.absent;
+  const bool writes = target != nullptr && r < g.num_ranks && r != g.rank && !(absent >> r & 1);
+  if (writes && blockIdx.x == 0 && !has_failed(g)) publish_target(g, *target, operation, r);
   if (r == 0) {
     if (blockIdx.x == 0) start_bulk_times(g, op);
-    o.operation = (load_relaxed(&g.state->bulk_operations) >> kTicketShift) + 1;
+    o.operation = operation;
     o.alive = !aborted(g);
-    o.absent = g.state->control.absent;
+    o.absent = absent;
   }
   __syncthreads();
   if (target == nullptr) return;
   if (r < g.num_ranks && o.alive) {
-    uint32_t unit = uint32_t(target->offset / BulkLayout::kUnit), capacity = target->capacity;
-    if (o.is_absent(r)) {
-      capacity = 0;
-    } else if (r != g.rank) {
-      if (blockIdx.x == 0) publish_target(g, *target, o.operation, r);
-      const std::byte* cell = g.own() + g.bulk.ready_at(o.operation & 1, r);
-      const BulkWait wait{op, Phase::kSendHeader, r, o.operation};
-      if (!await_ready(g, cell, wait, unit) || !await_ready(g, cell + sizeof(uint64_t), wait, capacity))
-        o.alive = false;
-    }
-    o.peers[r] = {g.regions[r] + g.bulk.heap + unit * BulkLayout::kUnit, capacity};
+    o.peers[r] = {g.own() + g.bulk.heap + target->offset, o.is_absent(r) ? 0 : target->capacity};
+    if (writes && !await_target(g, {op, Phase::kSendHeader, r, operation}, o.peers[r])) o.alive = false;
   }
   __syncthreads();
 }
@@ -107,11 +104,12 @@ __device__ __forceinline__ uint64_t bulk_share() {
   return blockIdx.x == 0 ? kBulkOperation - share * (gridDim.x - 1) : share;
 }
 
-// The whole block calls it when all it wrote is on its way: publishes that to all ranks.
-__device__ __forceinline__ void close_bulk(const Device& g, const BulkOpened& o) {
+// The whole block calls it when all it wrote is on its way: publishes that to all ranks. wrote: rows that no
+// flag has announced.
+__device__ __forceinline__ void close_bulk(const Device& g, const BulkOpened& o, bool wrote = true) {
   __syncthreads();
   if (threadIdx.x < g.num_ranks && o.alive && !o.is_absent(threadIdx.x)) {
-    fence_system();
+    if (wrote) fence_system();
     add_system(g.regions[threadIdx.x] + g.bulk.done_at(g.rank), bulk_share());
   }
   if (threadIdx.x == 0) add(g.state->bulk_operations, bulk_share());
