@@ -65,11 +65,13 @@ struct BulkCombineArgs {
 constexpr uint32_t kBulkPlanThreads = 256;
 constexpr uint32_t kBulkDispatchThreads = 640;  // the warps that do not send rows write what goes with them
 constexpr uint32_t kBulkCombineThreads = 640;
-constexpr uint32_t kSendingWarps = 8;  // of a dispatch's block
+constexpr uint32_t kSendingWarps = 10;  // of a dispatch's block
 
 // Blocks of a dispatch that only copy what stays on this GPU. With many blocks all do everything: then each
 // has little that waits.
-EP_HOST_DEVICE constexpr uint32_t keeping_blocks(uint32_t blocks) { return blocks <= 48 ? blocks / 3 : 0; }
+EP_HOST_DEVICE constexpr uint32_t keeping_blocks(uint32_t blocks) {
+  return blocks <= 48 ? blocks * 3 / 8 : 0;
+}
 
 struct BulkLaunch {
   cudaStream_t stream;

@@ -27,8 +27,8 @@ __device__ __forceinline__ uint32_t part_of(uint32_t source, uint32_t expert_ran
 
 // Rows that return together, of a list that takes all sources in turn. count: 0 = none.
 struct Chunk {
-  uint32_t source, number, begin,
-      count;  // number: among the rows from the source; begin: in this rank's block
+  uint32_t source, number;  // number: among the rows from the source
+  uint32_t begin, count;    // begin: in this rank's block
 };
 __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins, uint32_t place) {
   const uint32_t others = g.num_ranks - 1, number = place / others, i = place - number * others;
@@ -40,12 +40,12 @@ __device__ __forceinline__ Chunk chunk_of(const Device& g, const Begins& begins,
 // What the blocks do. Some return rows: one warp publishes, the others copy. The rest only sum, since loads
 // for sums would wait behind stores that wait for the link. A single block does both.
 struct Roles {
-  static constexpr uint32_t kMostReturning = 8;  // blocks that fill the link; more of them slow down sums
+  static constexpr uint32_t kMostReturning = 12;  // blocks that fill the link; more of them slow down sums
   uint32_t returning, copying, summing;  // blocks that return; warps that copy, and that sum, of this block
 
   __device__ __forceinline__ explicit Roles(uint32_t ranks) {
     const uint32_t warps = blockDim.x / kWarp;
-    returning = ranks == 1 ? 0 : max(1u, min((gridDim.x + 2) / 3, kMostReturning));
+    returning = ranks == 1 ? 0 : max(1u, min((gridDim.x * 5 + 6) / 12, kMostReturning));
     const bool both = gridDim.x == 1, returns = blockIdx.x < returning;
     copying = !returns ? 0 : both ? warps / 2 : warps - 1;
     summing = !returns ? warps : both ? warps - copying - 1 : 0;
@@ -60,75 +60,130 @@ struct Roles {
   }
 };
 
-// The chunks of one copying warp, one of each `step`: each time the next one, or a warp would serve the same
-// source for ever where the sources divide `step`.
-struct Share {
-  uint32_t first, step, count;
+// The rows that return: chunks, of which a block takes some at once, and returns them in pieces of rows.
+struct Returned {
+  static constexpr uint32_t kTakeBytes = 48 << 10;  // at least, so that a block need not take too often
+  uint32_t chunks, chunks_of_take;
+  Pieces pieces;
 
-  __device__ __forceinline__ Share(const Device& g, const Begins& begins, const Roles& roles, uint32_t warp)
-      : first(warp * roles.returning + blockIdx.x), step(roles.copying * roles.returning), count(0) {
-    uint32_t most = 0;
+  __device__ __forceinline__ Returned(const Device& g, const Begins& begins, uint32_t row_bytes)
+      : chunks(0), pieces(row_bytes) {
     for (uint32_t s = 0; s < g.num_ranks; ++s)
-      if (s != g.rank) most = max(most, begins.rows(s));
-    const uint32_t chunks = (most + kChunkRows - 1) / kChunkRows * (g.num_ranks - 1);
-    count = chunks / step;
-    if (place(count) < chunks) ++count;
+      if (s != g.rank) chunks = max(chunks, begins.rows(s));
+    const uint32_t others = g.num_ranks - 1, chunk_bytes = kChunkRows * row_bytes;
+    chunks = (chunks + kChunkRows - 1) / kChunkRows * others;
+    chunks_of_take = (kTakeBytes + chunk_bytes - 1) / chunk_bytes * others;  // one may have all the rows
   }
-  __device__ __forceinline__ uint32_t place(uint32_t i) const { return i * step + (first + i) % step; }
+  __device__ __forceinline__ uint32_t pieces_of_chunk() const { return kChunkRows * pieces.count; }
+  __device__ __forceinline__ uint32_t pieces_of_take() const { return chunks_of_take * pieces_of_chunk(); }
 };
 
-// How many chunks each copying warp has written. In shared memory.
-struct Written {
-  uint32_t chunks[kWarp];
+// What a block has taken. It takes more when it is ready for it, because multiprocessors differ in what the
+// link takes from them, by a half. Its warps take pieces. In shared memory.
+struct Taken {
+  static constexpr uint32_t kAhead = 2;  // takes of this block that are known before their pieces are taken
+  static constexpr uint32_t kSlots = 16;
+  uint32_t next;            // piece that no warp has
+  uint32_t piece[kWarp];    // of each copying warp, which has written those before
+  uint32_t known[kSlots];   // slot i % kSlots is i + 1 when take i of this block is in `number`
+  uint32_t number[kSlots];  // of the take, among those of all blocks
+  uint32_t published;       // takes of which all chunks are
 
-  // The whole warp calls it.
-  __device__ __forceinline__ void set(uint32_t warp, uint32_t count) {
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) store_release_block(&chunks[warp], count);
+  // The first takes are known at once: one of each `blocks`. The whole block calls it.
+  __device__ __forceinline__ void start(uint32_t blocks) {
+    const uint32_t i = threadIdx.x;
+    if (i < kWarp) piece[i] = 0;
+    if (i < kSlots) known[i] = i < kAhead ? i + 1 : 0;
+    if (i < kAhead) number[i] = i * blocks + blockIdx.x;
+    if (i == 0) next = published = 0;
   }
-};
-
-// One warp signals the sources which chunks have arrived, until all have. Lane = copying warp.
-__device__ __forceinline__ void publish_chunks(const Device& g, const Begins& begins, const Roles& roles,
-                                               const Written& written, uint64_t operation) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  const Share share(g, begins, roles, min(lane, roles.copying - 1));
-  const uint32_t count = lane < roles.copying ? share.count : 0;
-  uint32_t published = 0;
-#pragma unroll 1
-  while (__any_sync(kFull, published < count)) {
-    const uint32_t now = published < count ? load_acquire_block(&written.chunks[lane]) : published;
-    if (!__any_sync(kFull, now != published)) continue;
-    fence_system();
-    for (; published < now; ++published) {
-      const Chunk c = chunk_of(g, begins, share.place(published));
-      if (c.count != 0) store_relaxed(g.regions[c.source] + g.bulk.chunk_at(g.rank, c.number), operation);
+  __device__ __forceinline__ uint32_t await_number(uint32_t i) const {
+    while (load_acquire_block(&known[i % kSlots]) != i + 1) {
     }
+    return number[i % kSlots];
+  }
+  // One lane. all: takes of all blocks behind the first. In order: nothing follows the end of the list.
+  __device__ __forceinline__ void take(uint32_t i, uint32_t blocks, uint32_t& all) {
+    await_number(i - 1);
+    while (load_acquire_block(&published) + kSlots <= i) {
+    }
+    number[i % kSlots] = kAhead * blocks + atomicAdd(&all, 1u);
+    store_release_block(&known[i % kSlots], i + 1);
+  }
+  // The whole warp, once it has written the piece before.
+  __device__ __forceinline__ uint32_t take_piece(uint32_t warp, uint32_t pieces_of_take, uint32_t blocks,
+                                                 uint32_t& all) {
+    uint32_t mine = 0;
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) {
+      mine = atomicAdd(&next, 1u);
+      store_release_block(&piece[warp], mine);
+      if (mine % pieces_of_take == 0) take(mine / pieces_of_take + kAhead, blocks, all);
+    }
+    return __shfl_sync(kFull, mine, 0);
+  }
+  // Where the block's chunk `i` is in the list.
+  __device__ __forceinline__ uint32_t place_of(uint32_t i, uint32_t chunks_of_take) const {
+    const uint32_t take = i / chunks_of_take;
+    return await_number(take) * chunks_of_take + i - take * chunks_of_take;
+  }
+};
+
+// One warp signals the sources which chunks have arrived, until all have.
+__device__ __forceinline__ void publish_chunks(const Device& g, const Begins& begins, const Roles& roles,
+                                               const Returned& returned, Taken& taken, uint64_t operation) {
+  const uint32_t lane = threadIdx.x % kWarp, warp = min(lane, roles.copying - 1);
+  bool over = false;
+#pragma unroll 1
+  for (uint32_t published = 0; !__any_sync(kFull, over);) {
+    const uint32_t least = __reduce_min_sync(kFull, load_acquire_block(&taken.piece[warp]));
+    const uint32_t written = least / returned.pieces_of_chunk();
+    if (written == published) continue;
+    __syncwarp();
+    fence_system();
+    for (uint32_t i = published + lane; i < written; i += kWarp) {
+      const uint32_t place = taken.place_of(i, returned.chunks_of_take);
+      const Chunk c = chunk_of(g, begins, place);
+      if (c.count != 0) store_relaxed(g.regions[c.source] + g.bulk.chunk_at(g.rank, c.number), operation);
+      over |= place >= returned.chunks;
+    }
+    __syncwarp();
+    published = written;
+    if (lane == 0) store_release_block(&taken.published, published / returned.chunks_of_take);
   }
 }
 
-// One warp returns its share of the chunks.
+// One warp returns pieces of rows until none is left.
 __device__ __forceinline__ void return_rows(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
-                                            const Begins& begins, const Roles& roles, uint32_t warp,
-                                            Written& written) {
-  const uint32_t lane = threadIdx.x % kWarp, others = g.num_ranks - 1;
-  const Share share(g, begins, roles, warp);
+                                            const Begins& begins, const Roles& roles,
+                                            const Returned& returned, uint32_t warp, Taken& taken) {
+  const uint32_t lane = threadIdx.x % kWarp, others = g.num_ranks - 1, of_chunk = returned.pieces_of_chunk();
+  uint32_t& all = g.state->bulk_taken[o.operation & 1][0];
   const auto* x = static_cast<const std::byte*>(a.x);
 #pragma unroll 1
-  for (uint32_t i = 0; i < share.count; ++i) {
-    const Chunk c = chunk_of(g, begins, share.place(i));
-    const BulkPeer peer = o.peers[c.source];
-    const uint32_t tokens = peer.capacity / others, first = c.number * kChunkRows;
-    const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);
-#pragma unroll 1
-    for (uint32_t row = 0; row < c.count && first + row < tokens; ++row) {  // else its source has no room
-      const uint64_t from = c.begin + row, to = uint64_t(part_of(c.source, g.rank)) * tokens + first + row;
-      if (a.weights != nullptr && lane < a.top_k)
-        reinterpret_cast<float*>(peer.block + b.weights)[to * a.top_k + lane] =
-            a.weights[from * a.top_k + lane];
-      copy_row(x + from * a.row_bytes, a.row_bytes, [&](auto&& put) { put(peer.block + to * a.row_bytes); });
+  while (true) {
+    const uint32_t piece = taken.take_piece(warp, returned.pieces_of_take(), roles.returning, all);
+    const uint32_t i = piece / of_chunk, in_chunk = piece - i * of_chunk;
+    const uint32_t place = taken.place_of(i, returned.chunks_of_take);
+    if (place >= returned.chunks) {
+      __syncwarp();
+      if (lane == 0) store_release_block(&taken.piece[warp], (i + 1) * of_chunk);  // lets the publisher end
+      return;
     }
-    written.set(warp, i + 1);
+    const uint32_t row = in_chunk / returned.pieces.count;
+    const uint32_t at = (in_chunk - row * returned.pieces.count) * returned.pieces.bytes;
+    const Chunk c = chunk_of(g, begins, place);
+    const BulkPeer peer = o.peers[c.source];
+    const uint32_t tokens = peer.capacity / others, number = c.number * kChunkRows + row;
+    if (row >= c.count || number >= tokens) continue;  // no such row, or its source has no room
+    const uint64_t from = c.begin + row, to = uint64_t(part_of(c.source, g.rank)) * tokens + number;
+    if (a.weights != nullptr && at == 0 && lane < a.top_k) {
+      const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);
+      reinterpret_cast<float*>(peer.block + b.weights)[to * a.top_k + lane] =
+          a.weights[from * a.top_k + lane];
+    }
+    copy_row(x + from * a.row_bytes + at, min(returned.pieces.bytes, a.row_bytes - at),
+             [&](auto&& put) { put(peer.block + to * a.row_bytes + at); });
   }
 }
 
@@ -255,16 +310,17 @@ __global__ void __launch_bounds__(kBulkCombineThreads, 1)
     bulk_combine_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkCombineArgs a) {
   __shared__ BulkOpened o;
   __shared__ Begins begins;
-  __shared__ Written written;
-  if (threadIdx.x < kWarp) written.chunks[threadIdx.x] = 0;
+  __shared__ Taken taken;
   begins.find(g, a.prefix);
-  open_bulk(g, Op::kCombine, &a.target, o);
   const Roles roles(g.num_ranks);
+  taken.start(roles.returning);
+  open_bulk(g, Op::kCombine, &a.target, o);
+  const Returned returned(g, begins, a.row_bytes);
   const uint32_t warp = threadIdx.x / kWarp;
   if (o.alive && warp < roles.copying) {
-    return_rows(g, a, o, begins, roles, warp, written);
+    return_rows(g, a, o, begins, roles, returned, warp, taken);
   } else if (o.alive && roles.copying != 0 && warp == roles.copying) {
-    publish_chunks(g, begins, roles, written, o.operation);
+    publish_chunks(g, begins, roles, returned, taken, o.operation);
     if (blockIdx.x == 0 && threadIdx.x % kWarp == 0) note_sent(g, Op::kCombine);
   } else if (o.alive) {
     sum_tokens(g, a, o, begins.at[g.rank], roles.first_sum(warp), roles.sums());

@@ -84,7 +84,10 @@ __device__ __forceinline__ void open_bulk(const Device& g, Op op, const BulkTarg
   const bool writes = target != nullptr && r < g.num_ranks && r != g.rank && !(absent >> r & 1);
   if (writes && blockIdx.x == 0 && !has_failed(g)) publish_target(g, *target, operation, r);
   if (r == 0) {
-    if (blockIdx.x == 0) start_bulk_times(g, op);
+    if (blockIdx.x == 0) {
+      start_bulk_times(g, op);
+      for (uint32_t& taken : g.state->bulk_taken[~operation & 1]) taken = 0;  // of the operation before
+    }
     o.operation = operation;
     o.alive = !aborted(g);
     o.absent = absent;
@@ -126,21 +129,33 @@ __device__ __forceinline__ void await_done(const Device& g, Op op, const BulkOpe
   __syncwarp();
 }
 
-// Copies a row of this GPU through registers. to_all(put) calls put(at) for every place. The whole warp calls
-// it.
+constexpr uint32_t kCopyWords = 7;  // 16-byte words of a lane in flight: half or a quarter of 7168 channels
+
+// Rows are copied in pieces that are as equal as possible: then the warps of a block end together.
+struct Pieces {
+  uint32_t count, bytes;  // of a row; of all pieces but the last
+
+  __device__ __forceinline__ explicit Pieces(uint32_t row_bytes) {
+    constexpr uint32_t kLine = kWarp * sizeof(uint4), kMost = kCopyWords * kLine;
+    count = (row_bytes + kMost - 1) / kMost;
+    bytes = (row_bytes + count * kLine - 1) / (count * kLine) * kLine;
+  }
+};
+
+// Copies a row of this GPU, or a piece of one, through registers. to_all(put) calls put(at) for every place.
+// The whole warp calls it.
 template <class ToAll>
 __device__ __forceinline__ void copy_row(const std::byte* row, uint32_t bytes, ToAll&& to_all) {
-  constexpr uint32_t kAhead = 7;  // 16-byte words of a lane in flight: half or a quarter of 7168 channels
   const uint32_t lane = threadIdx.x % kWarp, words = bytes / sizeof(uint4);
 #pragma unroll 1
-  for (uint32_t first = lane; first - lane < words; first += kAhead * kWarp) {
-    uint4 v[kAhead];
+  for (uint32_t first = lane; first - lane < words; first += kCopyWords * kWarp) {
+    uint4 v[kCopyWords];
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i)
+    for (uint32_t i = 0; i < kCopyWords; ++i)
       if (first + i * kWarp < words) v[i] = load16(row + uint64_t(first + i * kWarp) * sizeof(uint4));
     to_all([&](std::byte* at) {
 #pragma unroll
-      for (uint32_t i = 0; i < kAhead; ++i)
+      for (uint32_t i = 0; i < kCopyWords; ++i)
         if (first + i * kWarp < words) store16(at + uint64_t(first + i * kWarp) * sizeof(uint4), v[i]);
     });
   }

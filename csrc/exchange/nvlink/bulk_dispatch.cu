@@ -10,39 +10,47 @@ __device__ __forceinline__ uint32_t first_row(const Device& g, const BulkDispatc
   return g.rank == 0 ? 0 : uint32_t(a.prefix[(g.rank - 1) * g.num_ranks + to]);
 }
 
-// One warp copies rows first, first + step, ... to the ranks of a mask.
+// One of `warps` copies pieces of rows to the ranks of a mask. Multiprocessors differ in what the link takes
+// from them, by a half, so who is ready takes the next piece. taken: by all, behind the first two of each.
 __device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArgs& a, const BulkOpened& o,
-                                          uint32_t to_ranks, uint32_t first, uint32_t step) {
+                                          uint32_t to_ranks, uint32_t warp, uint32_t warps, uint32_t& taken) {
   const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
-  const uint32_t rows = first < a.tokens ? (a.tokens - first + step - 1) / step : 0;
-  // Lane = (row of a batch, rank): one load finds the places of several rows.
-  const uint32_t batch = kWarp / ranks, rank = lane % ranks, begin = rank < ranks ? first_row(g, a, rank) : 0;
-  const auto find = [&](uint32_t row) {
-    const uint32_t i = row + lane / ranks;
-    if (lane / ranks >= batch || i >= rows || !(to_ranks >> rank & 1)) return -1;
-    const int32_t place = a.places[uint64_t(first + i * step) * ranks + rank];
-    return place < 0 ? -1 : place + int32_t(begin);
-  };
-  int32_t places = find(0), next = find(batch);
-  uint32_t in_batch = 0;
-  const auto to_all = [&](auto&& put) {
-#pragma unroll 1
-    for (uint32_t i = 0; i < ranks; ++i) {
-      const uint32_t to = g.rank + 1 + i < ranks ? g.rank + 1 + i : g.rank + 1 + i - ranks;
-      const int32_t place = __shfl_sync(kFull, places, in_batch * ranks + to);
-      if (place >= 0 && uint32_t(place) < o.peers[to].capacity)
-        put(o.peers[to].block + uint64_t(place) * a.row_bytes);
-    }
-  };
+  const bool wanted = lane < ranks && to_ranks >> lane & 1;
+  const uint32_t begin = wanted ? first_row(g, a, lane) : 0;
+  const Pieces pieces(a.row_bytes);
   const auto* x = static_cast<const std::byte*>(a.x);
+  struct Piece {
+    uint32_t row, at;
+    int32_t place;  // lane = rank
+  };
+  const auto find = [&](uint32_t number) {
+    const uint32_t i = __shfl_sync(kFull, number, 0), row = i / pieces.count;
+    Piece piece{row, (i - row * pieces.count) * pieces.bytes, -1};
+    if (wanted && row < a.tokens) piece.place = a.places[uint64_t(row) * ranks + lane];
+    return piece;
+  };
+  const auto take = [&] { return lane == 0 ? 2 * warps + atomicAdd(&taken, 1u) : 0; };
+  // Takes two pieces ahead, and looks up the places of one: both last as long as a copy.
+  Piece piece = find(warp), next = find(warps + warp);
+  uint32_t number = take();
 #pragma unroll 1
-  for (uint32_t i = 0; i < rows; ++i) {
-    const bool wanted = __any_sync(kFull, places >= 0 && lane / ranks == in_batch);
-    if (wanted) copy_row(x + uint64_t(first + i * step) * a.row_bytes, a.row_bytes, to_all);
-    if (++in_batch != batch) continue;
-    in_batch = 0;
-    places = next;
-    next = find(i + 1 + batch);
+  while (piece.row < a.tokens) {
+    const int32_t place = piece.place < 0 ? -1 : piece.place + int32_t(begin);
+    const auto to_all = [&](auto&& put) {
+#pragma unroll 1
+      for (uint32_t i = 0; i < ranks; ++i) {
+        const uint32_t to = g.rank + 1 + i < ranks ? g.rank + 1 + i : g.rank + 1 + i - ranks;
+        const int32_t row = __shfl_sync(kFull, place, to);
+        if (row >= 0 && uint32_t(row) < o.peers[to].capacity)
+          put(o.peers[to].block + uint64_t(row) * a.row_bytes + piece.at);
+      }
+    };
+    if (__any_sync(kFull, place >= 0))
+      copy_row(x + uint64_t(piece.row) * a.row_bytes + piece.at, min(pieces.bytes, a.row_bytes - piece.at),
+               to_all);
+    piece = next;
+    next = find(number);
+    number = take();
   }
 }
 
@@ -101,10 +109,11 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
   const uint32_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const uint32_t keeping = keeping_blocks(gridDim.x), sending = gridDim.x - keeping;
   const uint32_t own = 1u << g.rank, others = keeping == 0 ? kFull : ~own;
+  uint32_t (&taken)[2] = g.state->bulk_taken[o.operation & 1];
   if (o.alive && blockIdx.x >= sending) {
-    copy_rows(g, a, o, own, warp * keeping + blockIdx.x - sending, warps * keeping);
+    copy_rows(g, a, o, own, warp * keeping + blockIdx.x - sending, warps * keeping, taken[1]);
   } else if (o.alive && warp < kSendingWarps) {
-    copy_rows(g, a, o, others, warp * sending + blockIdx.x, kSendingWarps * sending);
+    copy_rows(g, a, o, others, warp * sending + blockIdx.x, kSendingWarps * sending, taken[0]);
   } else if (o.alive) {
     write_data(g, a, o, (warp - kSendingWarps) * sending + blockIdx.x, (warps - kSendingWarps) * sending);
   }

@@ -114,7 +114,9 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
 void Group::start_bulk(uint64_t operation) {
   if (options_.heap_bytes == 0) return;
   const uint64_t all = operation << kTicketShift;
+  const uint32_t none[2][2] = {};
   copy_in(&device_.state->bulk_operations, &all, sizeof all);
+  copy_in(&device_.state->bulk_taken, none, sizeof none);
   for (uint32_t r = 0; r < device_.num_ranks; ++r)
     copy_in(device_.own() + device_.bulk.done_at(r), &all, sizeof all);
 }

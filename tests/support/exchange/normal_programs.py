@@ -23,7 +23,7 @@ from tests.support.exchange.conformance import failure_of
 
 HIDDEN, TOP_K, NUM_EXPERTS, GROUP = 256, 3, 8, 128
 TOKENS = (5, 33, 0, 16)  # of each rank
-HEAP = 4 << 20
+HEAP = 32 << 20
 FP8 = torch.float8_e4m3fn
 
 
@@ -265,8 +265,8 @@ def kept_tensors(user: NormalUser) -> None:
 
 
 def long_rows(user: NormalUser) -> None:
-    """Rows that pass through several stages, and more rows than stages."""
-    for hidden, tokens in ((24 * 1024, 3), (1024, 61)):
+    """Rows of many pieces, and more of them than a block of the GPU takes at once, many times."""
+    for hidden, tokens in ((24 * 1024, 3), (1024, 61), (8 * 1024, 150)):
         everyone = user.everyone("uniform", 7, hidden=hidden, tokens=tokens)
         mine = everyone[user.rank]
         recv_x, _, _, _, handle, _ = user.buffer.dispatch(user.rows(mine, "bf16"), **user.layout(mine))

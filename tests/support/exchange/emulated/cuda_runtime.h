@@ -108,6 +108,13 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t mine) {
     return most;
   });
 }
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t mine) {
+  return emulated::collect(mine, [](const uint64_t* all) {
+    uint32_t least = ~0u;
+    for (uint32_t i = 0; i < 32; ++i) least = std::min(least, uint32_t(all[i]));
+    return least;
+  });
+}
 inline uint32_t __match_any_sync(uint32_t, int32_t mine) {
   return emulated::collect(mine, [&](const uint64_t* all) {
     uint32_t bits = 0;
