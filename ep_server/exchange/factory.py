@@ -107,7 +107,7 @@ class Opening:
     num_sms: multiprocessors of a GPU that a kernel may fill; 0 = all.
     joins: this rank takes the place of one that was lost; the others meet it in their next reset().
     absent: ranks that take no part yet. Only where replaces_ranks().
-    many: GPUs of one host get memory for Exchange.normal too; the same on all ranks.
+    many: GPUs get memory for Exchange.normal inside their host too; the same on all ranks.
     """
 
     segment: int
@@ -191,7 +191,7 @@ def _open_nvlink(
         on_timeout=opening.waiting.on_timeout,
         num_sms=opening.num_sms,
         joins=opening.joins,
-        many=opening.many and owned,
+        many=opening.many,
     )
 
 

@@ -210,7 +210,7 @@ class CudaDevice:
             most = min(most, max(1, Room.on(self.device).free // pair_bytes(exchange.spec)))
         records = [record for record in exchange.all_gather(most.to_bytes(4, "little")) if record]
         most = min(int.from_bytes(record, "little") for record in records)
-        captured = self._config.parallel.graphs
+        captured = self._config.parallel.graphs and exchange.capabilities.graph_safe
         pairs = GpuTimedPairs(exchange, rows_of(exchange), self.device, most, captured=captured)
         return measurement_of(exchange, pairs.run, most)
 

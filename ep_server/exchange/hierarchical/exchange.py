@@ -10,6 +10,8 @@ and rounded. With reduction source the same over choices. One host rounds once, 
 one host's by the rounding of the two parts. It is the same to the bit where a token has outputs of at most
 one rank (or choice) in each part, as in groups of two hosts of one rank. It never depends on times.
 
+Steps with many rows use `normal`: inside a host its operations for many rows, between hosts the same ones.
+
 A late peer ends the group: only mask() masks ranks, in both parts.
 """
 
@@ -45,6 +47,7 @@ from ep_server.exchange.hierarchical.host_part import (
     IdSplit,
     InterTables,
     Joined,
+    entries_of,
     experts_of,
     join,
     ranks_of_host,
@@ -57,6 +60,7 @@ from ep_server.exchange.spec import ExchangeSpec
 from ep_server.exchange.validate import check_dispatch, check_hints_only, check_ids, combine_mode, handle_of
 
 K = TypeVar("K")
+_MANY, _FEW = b"many", b"few"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +112,23 @@ class HierarchicalExchange:
         intra: of this host's ranks, with the spec of host_part.spec_of_host; owned by this one from now on.
         inter: of all ranks; owned likewise.
         hosts: [R] number of each rank's host; the ranks of a host follow one another.
+        many: the exchange of some host has operations for many rows; a host without them, such as one of a
+          single rank, uses its only ones. The same on all ranks.
         validate: reads ids and checks them before anything is sent. Otherwise the part that gets a bad id
           refuses it, when the other may have sent. For tests: it waits for the device.
     Raises: ConfigError.
     """
 
-    fused = normal = None
+    fused = None
 
     def __init__(
-        self, intra: Exchange, inter: FabricDeviceExchange, hosts: tuple[int, ...], *, validate: bool = False
+        self,
+        intra: Exchange,
+        inter: FabricDeviceExchange,
+        hosts: tuple[int, ...],
+        *,
+        many: bool = False,
+        validate: bool = False,
     ) -> None:
         spec = inter.spec
         self.intra_ranks = ranks_of_host(hosts, spec)
@@ -128,6 +140,15 @@ class HierarchicalExchange:
         self.all_gather, self.empty_padded = inter.all_gather, inter.empty_padded
         self._split = IdSplit(spec, self.intra_ranks, inter.device)
         self._tables = InterTables(spec, self.intra_ranks)
+        self._intra_view = View.INDEX if View.INDEX in intra.capabilities.views else View.COMPACT
+        self._normal: HierarchicalExchange | None = None
+        if many:
+            self._normal = HierarchicalExchange(intra.normal or intra, inter, hosts, validate=validate)
+
+    @property
+    def normal(self) -> Exchange | None:
+        """As the Protocol says."""
+        return self._normal
 
     @property
     def membership(self) -> Membership | None:
@@ -146,7 +167,7 @@ class HierarchicalExchange:
             views=frozenset(View),
             cheapest_view=View.INDEX,
             graph_safe=False,
-            micro_batches=self.spec.num_banks,
+            micro_batches=min(intra.micro_batches, self.spec.num_banks),
             memory_bytes=intra.memory_bytes + inter.memory_bytes,
         )
 
@@ -249,9 +270,8 @@ class HierarchicalExchange:
         self, intra: PendingDispatch, inter: Received, tokens: int, view: View, *, weighted: bool
     ) -> Received:
         with self._named():
-            here = intra.recv(View.INDEX)
-        assert here.row_ids is not None
-        found = self.inter.staging.copy_received(inter, self._tables, front=len(here.row_ids))
+            here = intra.recv(self._intra_view)
+        found = self.inter.staging.copy_received(inter, self._tables, front=entries_of(here))
         self._gather(here, found)
         joined = join(here, found, view)
         handle = Handle(self, tokens, weighted, JoinedReceive(here, inter, joined))
@@ -259,11 +279,13 @@ class HierarchicalExchange:
 
     def _gather(self, intra: Received, found: ReceivedRows) -> None:
         """Copies intra rows in front of the others; gives the bank back."""
-        assert intra.row_ids is not None
-        count = len(intra.row_ids)
+        count = entries_of(intra)
         regions = [intra.rows] if intra.scales is None else [intra.rows, intra.scales]
         for region, rows in zip(regions, found.rows, strict=True):
-            torch.index_select(as_bytes(region), 0, intra.row_ids, out=as_bytes(rows[:count]))
+            if intra.row_ids is None:
+                as_bytes(rows[:count]).copy_(as_bytes(region))
+            else:
+                torch.index_select(as_bytes(region), 0, intra.row_ids, out=as_bytes(rows[:count]))
         self.intra.release(intra)
 
     @contextmanager
@@ -318,7 +340,9 @@ def open_hierarchical(
             intra = open_intra(spec, fd)
         finally:
             os.close(fd)
-        exchange = HierarchicalExchange(intra, inter, hosts, validate=validate)
+        inter.barrier()
+        many = _MANY in inter.all_gather(_FEW if intra.normal is None else _MANY)
+        exchange = HierarchicalExchange(intra, inter, hosts, many=many, validate=validate)
         inter.barrier()
     except BaseException:
         group.abort()  # the others would wait for this rank

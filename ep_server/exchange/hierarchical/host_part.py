@@ -108,17 +108,21 @@ class Joined:
     inter_at: torch.Tensor
 
 
+def entries_of(intra: Received) -> int:
+    """Rows of its experts."""
+    return len(intra.rows if intra.row_ids is None else intra.row_ids)
+
+
 def join(intra: Received, inter: ReceivedRows, view: View) -> Joined:
     """By (local expert, source, token).
 
     Args:
-        intra: an INDEX view of the host's exchange, cut to the rows received.
+        intra: an INDEX view of the host's exchange, cut to the rows received, or a COMPACT one.
         inter: with the tables of InterTables.
         view: that will be made of it.
     """
-    assert intra.row_ids is not None
     entry, after, shift = inter.tables
-    experts, here = len(inter.counts), len(intra.row_ids)
+    experts, here = len(inter.counts), entries_of(intra)
     begins = intra.offsets[: experts + 1]
     numbers = torch.arange(here + len(entry), device=entry.device)
     intra_at = numbers[:here] + shift.index_select(0, _expert_of(numbers[:here], begins))

@@ -176,6 +176,10 @@ async def test_grammars_a_step_ahead(tmp_path: Path) -> None:
     assert all(re.match(rb"[0-9]{2,4}(, [a-c]*|,|$)", text) for text in (mixed[1], mixed[3]))
 
 
-async def test_ranks_of_two_hosts_with_rows_in_two_parts(tiny: Tiny) -> None:
-    drawn, _ = await tokens(tiny.path, 3, TWO_HOSTS, tiny.prompts[:3])
+@pytest.mark.parametrize("mode", ["low_latency", pytest.param("auto", marks=pytest.mark.slow), "normal"])
+async def test_ranks_of_two_hosts_with_rows_in_two_parts(tiny: Tiny, mode: str) -> None:
+    drawn, heard = await tokens(tiny.path, 3, TWO_HOSTS, tiny.prompts[:3], exchange__mode=mode)
     assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
+    if mode != "auto":
+        counters = [heard.statistics[rank].counters for rank in range(3)]
+        assert all((each["normal_steps"] > 0) is (mode == "normal") for each in counters)

@@ -36,7 +36,7 @@ def on_gpus(
         from ep_server.exchange.nvlink.exchange import NvlinkExchange  # there only where nvcc was
 
         control = open_group(control_spec(spec), fd)
-        return NvlinkExchange(spec, control=control, device=inter.device.index)
+        return NvlinkExchange(spec, control=control, device=inter.device.index, many=True)
 
     return open_hierarchical(inter, hosts, control_spec, open_intra, validate=validate)
 

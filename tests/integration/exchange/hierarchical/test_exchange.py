@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ep_server.compat.deep_ep.bootstrap import from_process_group
 from ep_server.errors import ConfigError, GroupAborted, InvalidArgument, StartupError
-from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
+from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange, open_hierarchical
 from ep_server.exchange.spec import Waiting
@@ -39,6 +39,22 @@ def suite(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
 def test_conformance_over_the_network(hosts: tuple[int, ...]) -> None:
     needs("system")
     factory = partial(hierarchical_ends.over_network, loopback(), hosts)
+    assert not failures(run_group(suite, len(hosts), args=(factory,), timeout=200))
+
+
+def many_rows(hosts: tuple[int, ...], spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
+    """The exchange of a group's steps with many rows."""
+    exchange = hierarchical_ends.over_network(loopback(), hosts, spec, group)
+    assert exchange.normal is not None
+    assert exchange.normal.normal is None
+    return exchange.normal
+
+
+@pytest.mark.parametrize("hosts", [TWO_BY_TWO, pytest.param(ONE_AND_THREE, marks=pytest.mark.slow)])
+def test_conformance_of_many_rows(hosts: tuple[int, ...]) -> None:
+    """In the second group a host has one rank, and so no operations for many rows of its own."""
+    needs("system")
+    factory = partial(many_rows, hosts)
     assert not failures(run_group(suite, len(hosts), args=(factory,), timeout=200))
 
 

@@ -229,6 +229,20 @@ def test_many_rows_of_steps(num_ranks: int) -> None:
     assert not found, "\n".join(found[:5])
 
 
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize(
+    ("hosts", "shapes"),
+    [
+        ((0, 0, 1), [("odd",)]),
+        *(pytest.param(hosts, [], marks=pytest.mark.slow) for hosts in ((0, 0, 1), (0, 0, 1, 1))),
+    ],
+)
+def test_many_rows_of_several_hosts(hosts: tuple[int, ...], shapes: list[tuple[str, ...]]) -> None:
+    """A host of one rank has no operations for many rows: it uses its only ones."""
+    found = failures(run("gpu_two_parts.cases", len(hosts), hosts, *shapes))
+    assert not found, "\n".join(found[:5])
+
+
 @pytest.mark.parametrize("program", ["turns", "refused", "measurements"])
 def test_many_and_few_rows(program: str) -> None:
     run(f"gpu_many.{program}", 2)
