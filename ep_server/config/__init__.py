@@ -22,6 +22,7 @@ from typing import Any
 from ep_server.config.network import RENDEZVOUS_PORT, ClusterConfig, FabricConfig
 from ep_server.config.sections import (
     LOSS_SECONDS,
+    STEP_TOKENS,
     ExchangeConfig,
     GrpcConfig,
     HandoffConfig,
@@ -107,7 +108,14 @@ class Config:
             sections[section][item.name] = _convert(name, item, value)
         config = Config(**{name: cls(**sections[name]) for name, cls in _sections().items()})
         config.validate()
-        return config
+        return config.with_step_tokens()
+
+    def with_step_tokens(self) -> Config:
+        """The same with the number that scheduler.max_step_tokens = 0 stands for."""
+        if self.scheduler.max_step_tokens:
+            return self
+        tokens = STEP_TOKENS[self.parallel.device]
+        return dataclasses.replace(self, scheduler=dataclasses.replace(self.scheduler, max_step_tokens=tokens))
 
     def validate(self) -> None:
         """Raises ConfigError for the first field that is out of range."""

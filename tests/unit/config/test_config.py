@@ -97,3 +97,11 @@ def test_every_value_has_the_source_that_wins(tmp_path: Path) -> None:
 def test_an_unknown_field_names_the_nearest(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {meant}"):
         Config.from_values({name: 1})
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 256), ("cuda", 8192)])
+def test_step_tokens_of_zero_follow_the_device(device: str, tokens: int) -> None:
+    values = {"parallel.device": device, "scheduler.max_step_tokens": 0}
+    config = Config.from_values(values)
+    assert config.scheduler.max_step_tokens == tokens
+    assert Config.from_values(config.values()) == config
