@@ -150,7 +150,7 @@ __device__ __forceinline__ uint4 load16_again(const void* from) {
   return v;
 }
 
-// Added to a cell of any GPU, behind a fence_system().
+// Added to a cell of any GPU. Only a fence_system() before it publishes what was written.
 __device__ __forceinline__ void add_system(void* cell, uint64_t by) {
   asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(cell), "l"(by) : "memory");
 }

@@ -81,34 +81,35 @@ struct Returned {
 // What a block has taken. It takes more when it is ready for it, because multiprocessors differ in what the
 // link takes from them, by a half. Its warps take pieces. In shared memory.
 struct Taken {
-  static constexpr uint32_t kAhead = 2;  // takes of this block that are known before their pieces are taken
-  static constexpr uint32_t kSlots = 16;
-  uint32_t next;            // piece that no warp has
-  uint32_t piece[kWarp];    // of each copying warp, which has written those before
-  uint32_t known[kSlots];   // slot i % kSlots is i + 1 when take i of this block is in `number`
-  uint32_t number[kSlots];  // of the take, among those of all blocks
-  uint32_t published;       // takes of which all chunks are
+  static constexpr uint32_t kAhead = 2;   // takes of this block that are known before their pieces are taken
+  static constexpr uint32_t kKnown = 16;  // takes whose numbers are kept
+  uint32_t next;                          // piece that no warp has
+  uint32_t piece[kWarp];                  // of each copying warp, which has written those before
+  uint32_t known[kKnown];                 // slot i % kKnown is i + 1 when take i of this block is in `number`
+  uint32_t number[kKnown];                // of the take, among those of all blocks
+  uint32_t published;                     // takes of which all chunks are
 
   // The first takes are known at once: one of each `blocks`. The whole block calls it.
   __device__ __forceinline__ void start(uint32_t blocks) {
     const uint32_t i = threadIdx.x;
     if (i < kWarp) piece[i] = 0;
-    if (i < kSlots) known[i] = i < kAhead ? i + 1 : 0;
+    if (i < kKnown) known[i] = i < kAhead ? i + 1 : 0;
     if (i < kAhead) number[i] = i * blocks + blockIdx.x;
     if (i == 0) next = published = 0;
   }
   __device__ __forceinline__ uint32_t await_number(uint32_t i) const {
-    while (load_acquire_block(&known[i % kSlots]) != i + 1) {
+    while (load_acquire_block(&known[i % kKnown]) != i + 1) {
     }
-    return number[i % kSlots];
+    return number[i % kKnown];
   }
-  // One lane. all: takes of all blocks behind the first. In order: nothing follows the end of the list.
+  // One lane. all: takes of all blocks behind the first. In order, so behind a take past the end of the list
+  // come only such.
   __device__ __forceinline__ void take(uint32_t i, uint32_t blocks, uint32_t& all) {
     await_number(i - 1);
-    while (load_acquire_block(&published) + kSlots <= i) {
+    while (load_acquire_block(&published) + kKnown <= i) {
     }
-    number[i % kSlots] = kAhead * blocks + atomicAdd(&all, 1u);
-    store_release_block(&known[i % kSlots], i + 1);
+    number[i % kKnown] = kAhead * blocks + atomicAdd(&all, 1u);
+    store_release_block(&known[i % kKnown], i + 1);
   }
   // The whole warp, once it has written the piece before.
   __device__ __forceinline__ uint32_t take_piece(uint32_t warp, uint32_t pieces_of_take, uint32_t blocks,
@@ -128,6 +129,10 @@ struct Taken {
     return await_number(take) * chunks_of_take + i - take * chunks_of_take;
   }
 };
+
+// Past the end of the list each warp takes one more piece: not so many that a take would wait for its slot.
+static_assert(Returned::kTakeBytes / (kCopyWords * kWarp * sizeof(uint4)) * (Taken::kKnown - 4) >=
+              kBulkCombineThreads / kWarp);
 
 // One warp signals the sources which chunks have arrived, until all have.
 __device__ __forceinline__ void publish_chunks(const Device& g, const Begins& begins, const Roles& roles,

@@ -53,7 +53,8 @@ struct BulkOpened {
   __device__ __forceinline__ bool is_absent(uint32_t rank) const { return absent >> rank & 1; }
 };
 
-// Publishes to `peer` where rows for this rank go. Earlier kernels have read what was there: no release.
+// Publishes to `peer` where rows for this rank go. Earlier kernels have ended, and all they did there: no
+// release.
 __device__ __forceinline__ void publish_target(const Device& g, const BulkTarget& target, uint64_t operation,
                                                uint32_t peer) {
   std::byte* cell = g.regions[peer] + g.bulk.ready_at(operation & 1, g.rank);
@@ -86,7 +87,7 @@ __device__ __forceinline__ void open_bulk(const Device& g, Op op, const BulkTarg
   if (r == 0) {
     if (blockIdx.x == 0) {
       start_bulk_times(g, op);
-      for (uint32_t& taken : g.state->bulk_taken[~operation & 1]) taken = 0;  // of the operation before
+      for (uint32_t& taken : g.state->bulk_taken[~operation & 1]) taken = 0;  // for the next operation
     }
     o.operation = operation;
     o.alive = !aborted(g);

@@ -1,5 +1,6 @@
 // Copies every row to all ranks that have an expert of it, straight to its final place. Where few blocks run,
-// a third of them keeps what stays on this GPU: behind stores that wait for the link, those would wait too.
+// three eighths of them keep what stays on this GPU: behind stores that wait for the link, those would wait
+// too.
 #include "exchange/nvlink/bulk_copy.cuh"
 
 namespace ep::cuda {

@@ -96,7 +96,7 @@ struct DeviceState {
   uint64_t arrivals[kMaxBanks];  // of dispatches: epoch << kMaxPeers | bits of the ranks whose header counts
   uint64_t masked_since_ns[kMaxPeers];  // when a receive first saw the mask; 0 = never
   uint64_t bulk_operations;             // ticket of the kernels in bulk.hpp
-  uint32_t bulk_taken[2][2];  // [parity of the operation]: how much of its rows to send, and to keep
+  uint32_t bulk_taken[2][2];            // [parity of the operation]: of its rows, to send and to keep
   BulkTimes bulk[kBankedOps];
   Totals totals;
   DeviceFault faults[kMaxFaults];
