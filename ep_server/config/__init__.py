@@ -22,7 +22,6 @@ from typing import Any
 from ep_server.config.network import RENDEZVOUS_PORT, ClusterConfig, FabricConfig
 from ep_server.config.sections import (
     LOSS_SECONDS,
-    STEP_TOKENS,
     ExchangeConfig,
     GrpcConfig,
     HandoffConfig,
@@ -58,6 +57,7 @@ __all__ = [
 ]
 
 ENV_PREFIX = "EP_SERVER_"
+STEP_TOKENS = {"cuda": 8192, "cpu": 256}  # scheduler.max_step_tokens = 0, by parallel.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ class Config:
         if self.scheduler.max_step_tokens:
             return self
         tokens = STEP_TOKENS[self.parallel.device]
-        return dataclasses.replace(self, scheduler=dataclasses.replace(self.scheduler, max_step_tokens=tokens))
+        scheduler = dataclasses.replace(self.scheduler, max_step_tokens=tokens)
+        return dataclasses.replace(self, scheduler=scheduler)
 
     def validate(self) -> None:
         """Raises ConfigError for the first field that is out of range."""

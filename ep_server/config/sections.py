@@ -146,20 +146,13 @@ class ExchangeConfig:
     )
 
 
-STEP_TOKENS = {"cuda": 8192, "cpu": 256}  # scheduler.max_step_tokens = 0, by parallel.device
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Batching, KV cache and admission of one rank."""
 
     max_running: int = option(64, "Sequences that one rank decodes at once.", low=1, high=4096)
     max_step_tokens: int = option(
-        256,
-        "Tokens that one rank runs in one step at most, prompt chunks included. 0: 8192 on GPUs, so that "
-        "prompts fill what itl_budget_ms leaves; 256 on CPUs.",
-        low=0,
-        high=8192,
+        256, "Tokens of one step of a rank at most. 0: 8192 on GPUs, 256 on CPUs.", low=0, high=8192
     )
     itl_budget_ms: float = option(
         -1.0,

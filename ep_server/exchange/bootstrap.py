@@ -13,14 +13,15 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import NamedTuple, Protocol
 
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange.spec import ExchangeSpec
+from ep_server.exchange.spec import MAX_RANKS, ExchangeSpec
 
-PASS_SECONDS = 60.0  # to pass a descriptor
+PASS_SECONDS = 60.0  # to pass descriptors
+MOST_PASSED = 1 + MAX_RANKS  # a segment, and a bell for each rank
 
 
 class Rendezvous(Protocol):
@@ -48,28 +49,37 @@ class Shareable(Protocol):
 
 
 def share_segment(rendezvous: Rendezvous, rank: int, ranks: range, create: Callable[[], int]) -> int:
-    """A descriptor of one segment on each of `ranks`, for the caller to close.
+    """share_descriptors() of one segment."""
+    return share_descriptors(rendezvous, rank, ranks, lambda: (create(),))[0]
+
+
+def share_descriptors(
+    rendezvous: Rendezvous, rank: int, ranks: range, create: Callable[[], Sequence[int]]
+) -> list[int]:
+    """Descriptors of the same things on each of `ranks`, for the caller to close.
 
     Args:
         rendezvous: of all ranks, also others than `ranks`: collective over them.
-        rank: this one, of `ranks`. create: makes the segment, on the first of them.
+        rank: this one, of `ranks`. create: makes the things, on the first of them.
     """
     with contextlib.ExitStack() as stack:
         name = b""
         if rank == ranks.start:
             made = create()
-            stack.callback(os.close, made)
+            for one in made:
+                stack.callback(os.close, one)
             server = stack.enter_context(listening(len(ranks)))
             name = server.getsockname()
             stack.callback(Serving(server, made, len(ranks)).stop)
         rendezvous.barrier()  # creating a large segment takes its time
-        fd = take_descriptor(ranks.start, rendezvous.all_gather(name)[ranks.start])
+        taken = take_descriptors(ranks.start, rendezvous.all_gather(name)[ranks.start])
         try:
             rendezvous.barrier()  # until then the first rank serves
         except BaseException:
-            os.close(fd)
+            for one in taken:
+                os.close(one)
             raise
-        return fd
+        return taken
 
 
 def share_regions(
@@ -95,7 +105,7 @@ def share_regions(
         peers = {peer for peer, name in enumerate(names) if name} - {spec.rank}  # a masked rank has none
         if fresh is not None and spec.rank not in fresh:
             peers &= set(fresh)
-        serving = Serving(server, fd, len(peers))
+        serving = Serving(server, (fd,), len(peers))
         stack.callback(serving.stop)  # before the descriptors are closed and their numbers reused
         for peer in sorted(peers):
             _attach(group, peer, names[peer])
@@ -133,7 +143,7 @@ def _check_alike(control: Rendezvous, spec: ExchangeSpec) -> None:
 
 
 def _attach(group: Shareable, peer: int, name: bytes) -> None:
-    fd = take_descriptor(peer, name)
+    (fd,) = take_descriptors(peer, name)
     try:
         group.attach(peer, fd)
     finally:
@@ -150,10 +160,10 @@ def listening(count: int) -> socket.socket:
 
 
 class Serving:
-    """A thread that passes a descriptor to the first `count` processes of this user that connect."""
+    """A thread that passes descriptors to the first `count` processes of this user that connect."""
 
-    def __init__(self, server: socket.socket, fd: int, count: int) -> None:
-        self._server, self._fd, self._count = server, fd, count
+    def __init__(self, server: socket.socket, descriptors: Sequence[int], count: int) -> None:
+        self._server, self._descriptors, self._count = server, descriptors, count
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -181,19 +191,19 @@ class Serving:
         peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", peer)[1] != os.getuid():
             return  # another user of this host: gets nothing
-        socket.send_fds(client, [b"\0"], [self._fd])
+        socket.send_fds(client, [b"\0"], self._descriptors)
         self._count -= 1
 
 
-def take_descriptor(peer: int, name: bytes) -> int:
+def take_descriptors(peer: int, name: bytes) -> list[int]:
     """What the Serving of a rank passes, for the caller to close. name: its socket. Raises StartupError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(PASS_SECONDS)
             client.connect(name)
-            _, fds, _, _ = socket.recv_fds(client, 1, 1)
+            _, fds, _, _ = socket.recv_fds(client, 1, MOST_PASSED)
     except OSError as error:
         raise StartupError(f"rank {peer} did not pass its memory: {error}") from error
     if not fds:
         raise StartupError(f"rank {peer} closed the socket before it passed its memory")
-    return fds[0]
+    return fds

@@ -97,7 +97,7 @@ class BulkExchange(Protocol):
     def dispatch(
         self, rows: Rows, plan: Plan, arrival: Arrival, num_sms: int
     ) -> tuple[Rows, torch.Tensor | None]:
-        """Received rows, and their tokens' numbers [N] int32 if wanted. num_sms: ignored on CPUs."""
+        """Received rows, and their tokens' numbers [N] int32 if wanted. num_sms: of NVLink's kernels."""
         ...
 
     def combine(
@@ -119,17 +119,18 @@ OpenRows = Callable[[int, int], Exchange]  # (tokens, bytes per row): BF16 rows,
 MAX_OPEN = 4
 
 
-class HostBulk:
-    """A BulkExchange of CPU tensors. Rows are bytes, which an exchange with one expert per rank moves.
+class ExchangeBulk:
+    """A BulkExchange over an Exchange with one expert per rank, which moves rows as bytes.
 
     Args:
-        open_rows: makes such an exchange, collectively.
+        open_rows: makes such an exchange of tensors on `device`, collectively.
     """
 
-    def __init__(self, rank: int, num_ranks: int, open_rows: OpenRows) -> None:
+    def __init__(self, rank: int, num_ranks: int, open_rows: OpenRows, device: torch.device) -> None:
         if num_ranks > MAX_TOP_K:
-            raise InvalidArgument("group", f"{num_ranks} ranks", f"at most {MAX_TOP_K} on CPUs")
-        self._rank, self._num_ranks, self._open_rows = rank, num_ranks, open_rows
+            allowed = f"at most {MAX_TOP_K} on CPUs or several hosts"
+            raise InvalidArgument("group", f"{num_ranks} ranks", allowed)
+        self._rank, self._num_ranks, self._open_rows, self._device = rank, num_ranks, open_rows, device
         self._exchanges: dict[tuple[int, int], Exchange] = {}  # least recently used first
 
     def plan(self, routing: Routing, *, report: bool) -> tuple[Plan, tuple[int, list[int]] | None]:
@@ -154,7 +155,7 @@ class HostBulk:
         """See BulkExchange."""
         parts = [part for part in (rows.x, rows.scales, rows.ids, rows.weights) if part is not None]
         tokens = rows.x.shape[0]
-        numbers = torch.arange(tokens, dtype=torch.int32, device="cpu").view(-1, 1)
+        numbers = torch.arange(tokens, dtype=torch.int32, device=self._device).view(-1, 1)
         received = self._move([*parts, numbers], plan.places >= 0)
         if arrival.worst:
             received = [_padded(part, arrival.rows) for part in received]
@@ -173,12 +174,12 @@ class HostBulk:
         """See BulkExchange."""
         ends = plan.prefix[:, self._rank].to(torch.int64)
         count, tokens = int(ends[-1]), plan.places.shape[0]
-        source = torch.searchsorted(ends, torch.arange(count, device="cpu"), right=True)
-        to = torch.zeros(count, self._num_ranks, dtype=torch.bool, device="cpu")
-        to[torch.arange(count, device="cpu"), source] = True
+        source = torch.searchsorted(ends, torch.arange(count, device=self._device), right=True)
+        to = torch.zeros(count, self._num_ranks, dtype=torch.bool, device=self._device)
+        to[torch.arange(count, device=self._device), source] = True
         parts = [returned.x[:count]] + ([] if returned.weights is None else [returned.weights[:count]])
         received = self._move(parts, to)
-        sums = [torch.zeros(tokens, p.shape[1], dtype=torch.float32, device="cpu") for p in parts]
+        sums = [torch.zeros(tokens, p.shape[1], dtype=torch.float32, device=self._device) for p in parts]
         for bias in returned.bias:
             sums[0] += bias.float()
         begin = 0
@@ -223,22 +224,25 @@ class HostBulk:
 
     def _most(self, rows: int) -> int:
         """The largest number of rows that a rank sends, rounded up so that few exchanges are made."""
-        counts = self._gather(torch.tensor([rows], dtype=torch.int32, device="cpu"))
+        counts = self._gather(torch.tensor([rows], dtype=torch.int32, device=self._device))
         return 1 << max(int(counts.max()) - 1, 0).bit_length()
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
         """int32 [n] of every rank: [R, n]."""
-        to = torch.ones(1, self._num_ranks, dtype=torch.bool, device="cpu")
+        to = torch.ones(1, self._num_ranks, dtype=torch.bool, device=self._device)
         return self._move_bytes(mine.view(1, -1).view(torch.uint8), to, 1).contiguous().view(torch.int32)
 
     def _move_bytes(self, rows: torch.Tensor, to: torch.Tensor, most: int) -> torch.Tensor:
         count, width = rows.shape
         padded = -(-width // 64) * 64
         exchange = self._exchange(most, padded)
-        ranks = torch.arange(self._num_ranks, device="cpu")
-        block = torch.zeros(count, padded, dtype=torch.uint8, device="cpu")
+        ranks = torch.arange(self._num_ranks, device=self._device)
+        block = torch.zeros(count, padded, dtype=torch.uint8, device=self._device)
         block[:, :width] = rows
-        ids, weights = torch.where(to, ranks, -1), torch.ones(to.shape, dtype=torch.float32, device="cpu")
+        ids, weights = (
+            torch.where(to, ranks, -1),
+            torch.ones(to.shape, dtype=torch.float32, device=self._device),
+        )
         pending = exchange.dispatch_send(block.view(torch.bfloat16), ids, weights)
         return pending.recv(View.COMPACT).rows.view(torch.uint8)[:, :width]
 

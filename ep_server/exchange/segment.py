@@ -10,6 +10,7 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from ep_server import _C
@@ -107,6 +108,19 @@ def check_hosts(hosts: tuple[int, ...], spec: ExchangeSpec) -> None:
         raise ConfigError("hosts", hosts, f"one number per rank: {spec.num_ranks}")
     if not all(0 <= host < 1 << 16 for host in hosts):
         raise ConfigError("hosts", hosts, f"numbers from 0 to {(1 << 16) - 1}")
+
+
+def ranks_of_host(hosts: tuple[int, ...], spec: ExchangeSpec) -> range:
+    """The ranks of this rank's host. Raises ConfigError unless the ranks of each host are consecutive.
+
+    Args:
+        hosts: [R] number of each rank's host.
+    """
+    check_hosts(hosts, spec)
+    if len(list(groupby(hosts))) != len(set(hosts)):
+        raise ConfigError("hosts", hosts, "such that the ranks of a host follow one another")
+    first = hosts.index(hosts[spec.rank])
+    return range(first, first + hosts.count(hosts[spec.rank]))
 
 
 def create_host_share(spec: ExchangeSpec, hosts: tuple[int, ...], host: int) -> HostShare:

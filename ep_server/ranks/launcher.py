@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
 from ep_server.errors import InternalError, RankLost, StartupError, Unavailable, WrongState
+from ep_server.exchange.fabric.settings import SESSION_BITS
 from ep_server.orders import PreparePlacement, RankOrder, SwitchChange
 from ep_server.ranks.board import Board, LaunchTiming, Timing
 from ep_server.ranks.generations import Generations
@@ -47,8 +48,6 @@ log = logging.getLogger(__name__)
 MAX_BUFFERED = 256 << 20  # bytes one rank may leave unread
 SETTLE_SEVERAL = 0.5  # seconds between the signs of one loss from several hosts
 SETTLE_PLAIN = 0.1  # after a sign that nothing else explains
-
-SESSION_BITS = 17  # of a group over several hosts: as many as a greeting of its ranks carries
 
 
 class RankProcesses:

@@ -1,8 +1,10 @@
-"""Opens exchanges for the ranks of a torch.distributed group on one host."""
+"""Opens exchanges for the ranks of a torch.distributed group."""
 
 from __future__ import annotations
 
 import os
+import secrets
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import torch.distributed as dist
 
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import Exchange, ExchangeSpec
-from ep_server.exchange.bootstrap import share_segment
-from ep_server.exchange.bulk import BulkExchange, HostBulk
+from ep_server.exchange.bootstrap import share_descriptors, share_segment
+from ep_server.exchange.bulk import BulkExchange, ExchangeBulk
+from ep_server.exchange.fabric.settings import SESSION_BITS, EndpointAddress, FabricOptions
 from ep_server.exchange.factory import Opening, Topology, open_bulk, open_exchange, segment_spec
-from ep_server.exchange.segment import create_segment
+from ep_server.exchange.segment import create_host_share, create_segment, ranks_of_host
 from ep_server.exchange.spec import Waiting, control_spec
 from ep_server.exchange.validate import CPU
 
@@ -47,18 +50,34 @@ def from_process_group(
     return exchange
 
 
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where the ranks of a group are, and what lies between.
+
+    hosts: [R] number of each rank's host; the ranks of a host follow one another. () = as their kernels say.
+    fabric: settings of the network between hosts.
+    """
+
+    hosts: tuple[int, ...] = ()
+    fabric: FabricOptions = field(default_factory=FabricOptions)
+
+
 def bulk_from_process_group(
-    group: Any, device: torch.device, timeout_ns: int, heap_bytes: int
+    group: Any, device: torch.device, timeout_ns: int, heap_bytes: int, network: Network
 ) -> BulkExchange:
-    """A BulkExchange of tensors on `device` for the ranks of a group on one host. Collective.
+    """A BulkExchange of tensors on `device` for the ranks of a group. Collective.
 
     Args:
-        heap_bytes: memory of a GPU for received rows.
+        heap_bytes: memory of a GPU for received rows; of one host only.
     Raises: as from_process_group.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    hosts = network.hosts or _hosts_of(group)
+    if len(set(hosts)) > 1:
+        opened = partial(_open_between_hosts, group, replace(network, hosts=hosts), device, timeout_ns)
+        return ExchangeBulk(rank, size, opened, device)
     if device == CPU:
-        return HostBulk(rank, size, partial(_open_rows, group, timeout_ns))
+        return ExchangeBulk(rank, size, partial(_open_rows, group, timeout_ns), device)
     spec = control_spec(_rows_spec(group, 1, 2, timeout_ns))
     segment = group_segment(group, spec)
     try:
@@ -88,39 +107,100 @@ def _rows_spec(group: Any, tokens: int, row_bytes: int, timeout_ns: int) -> Exch
     )
 
 
+def _open_between_hosts(
+    group: Any, network: Network, device: torch.device, timeout_ns: int, tokens: int, row_bytes: int
+) -> Exchange:
+    """Moves rows of bytes between hosts: once to each, there in shared memory or over NVLink."""
+    spec, hosts, rendezvous = (
+        _rows_spec(group, tokens, row_bytes, timeout_ns),
+        network.hosts,
+        _Rendezvous(group),
+    )
+    ranks, several = ranks_of_host(hosts, spec), min(map(hosts.count, hosts)) > 1
+    topology = Topology(hosts, gpus=device != CPU, hierarchical=several)
+    met = False
+
+    def connect(address: EndpointAddress, seconds: float) -> tuple[list[EndpointAddress], int]:
+        nonlocal met
+        met = True
+        answers = rendezvous.gather((address, secrets.randbits(SESSION_BITS)))
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, str):
+                raise StartupError(f"rank {rank}: {answer}")
+        return [where for where, _ in answers], answers[0][1]
+
+    fd, *bells = _host_descriptors(rendezvous, spec, hosts, ranks)
+    opening = Opening(fd, connect=connect, bells=tuple(bells), options=network.fabric, many=True)
+    try:
+        exchange = open_exchange(topology, spec, device, opening)
+    except Exception as error:
+        if not met:  # the others wait for the address of this rank
+            rendezvous.gather(str(error))
+        raise
+    return exchange if device == CPU else exchange.normal or exchange
+
+
+def _host_descriptors(
+    rendezvous: _Rendezvous, spec: ExchangeSpec, hosts: tuple[int, ...], ranks: range
+) -> list[int]:
+    """What the ranks of this host share, for this rank to close."""
+    made: tuple[int, ...] = ()
+    failed = ""
+    if spec.rank == ranks.start:
+        try:
+            made = create_host_share(spec, hosts, hosts[spec.rank]).descriptors
+        except StartupError as error:
+            failed = str(error)
+    if failures := [text for text in rendezvous.gather(failed) if text]:
+        for one in made:
+            os.close(one)
+        raise StartupError(failures[0])
+    return share_descriptors(rendezvous, spec.rank, ranks, lambda: made)
+
+
 def group_segment(group: Any, spec: ExchangeSpec) -> int:
     """A descriptor of one segment for each rank of a group on one host, which closes it. Collective."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if (spec.rank, spec.num_ranks) != (rank, size):
         raise ConfigError("rank, num_ranks", (spec.rank, spec.num_ranks), f"{(rank, size)}, as in the group")
-    made, failed, rendezvous = -1, "", _GroupRendezvous(group)
+    made, failed, rendezvous = -1, "", _Rendezvous(group)
     if rank == 0:
         try:
             made = create_segment(spec)
         except (StartupError, OSError) as error:
             failed = str(error)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    boots, failures = rendezvous.all_gather(boot), rendezvous.all_gather(failed.encode())
+    count, failures = len(set(_hosts_of(group))), rendezvous.gather(failed)
     if failures[0]:
-        raise StartupError(failures[0].decode())
-    if len(set(boots)) != 1:
+        raise StartupError(failures[0])
+    if count != 1:
         if made >= 0:
             os.close(made)
-        raise ConfigError("group", f"ranks on {len(set(boots))} hosts", "on one host for shared memory")
+        raise ConfigError("group", f"ranks on {count} hosts", "on one host for shared memory")
     return share_segment(rendezvous, rank, range(size), lambda: made)
 
 
-class _GroupRendezvous:
+def _hosts_of(group: Any) -> tuple[int, ...]:
+    """The number of each rank's host, in the order of their first ranks. Collective."""
+    boots = _Rendezvous(group).all_gather(Path("/proc/sys/kernel/random/boot_id").read_bytes().strip())
+    numbers = {boot: number for number, boot in enumerate(dict.fromkeys(boots))}
+    return tuple(numbers[boot] for boot in boots)
+
+
+class _Rendezvous:
     """A process group as a Rendezvous."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def all_gather(self, record: bytes) -> list[bytes]:
-        """Of records of any length."""
+    def gather(self, record: Any) -> list[Any]:
+        """What each rank gives, in rank order."""
         records: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(records, record, group=self._group)
         return records
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """Of records of any length."""
+        return self.gather(record)
 
     def barrier(self) -> None:
         """Of the group."""

@@ -1,4 +1,4 @@
-"""DeepEP's Buffer on the ranks of one host, without NVSHMEM, IBGDA or a network card.
+"""DeepEP's Buffer without NVSHMEM, IBGDA or a network card.
 
 Names, argument meanings, shapes and return values are DeepEP's. CPU tensors travel over shared memory, CUDA
 tensors of one process per GPU over NVLink. Differences:
@@ -11,6 +11,7 @@ tensors of one process per GPU over NVLink. Differences:
   always does.
 - Unmasking a rank is collective.
 - High-throughput calls receive into num_nvl_bytes of GPU memory, and need no chunk sizes.
+- Low-latency calls join the ranks of one host. High-throughput calls go to other hosts over libfabric.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ep_server.compat.deep_ep import normal
+from ep_server.compat.deep_ep.bootstrap import Network
 from ep_server.compat.deep_ep.events import Config, EventHandle, EventOverlap, Streams
 from ep_server.compat.deep_ep.session import CombineCall, Completion, DispatchCall, Hook, Operation
 from ep_server.compat.deep_ep.sessions import Options, Sessions, Sizes, payload_of, size_hint
@@ -37,7 +39,7 @@ class Buffer:
     """One rank's end of a group of ranks that exchange tokens for their experts.
 
     Args:
-        group: torch.distributed process group whose ranks share a host.
+        group: torch.distributed process group.
         num_rdma_bytes: limit of one session's memory on this rank; 0 = none. See
           get_low_latency_rdma_size_hint.
         low_latency_mode: must be True for the low_latency_* calls.
@@ -47,6 +49,7 @@ class Buffer:
         timeout_seconds: deadline of every wait for a rank.
         low_latency_num_sms: multiprocessors of a GPU that one call may fill; 0 = all.
         num_nvl_bytes: GPU memory of high-throughput calls; see Config.get_nvl_buffer_size_hint.
+        network: of several hosts; None = each kernel is a host, and libfabric chooses.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted
           and ignored.
 
@@ -73,6 +76,7 @@ class Buffer:
         *,
         timeout_seconds: float = 10.0,
         low_latency_num_sms: int = 0,
+        network: Network | None = None,
     ) -> None:
         if group is None or comm is not None:
             raise InvalidArgument("group, comm", (group, comm), "a torch.distributed process group and None")
@@ -82,6 +86,7 @@ class Buffer:
             limit=num_rdma_bytes,
             num_sms=low_latency_num_sms,
             heap_bytes=num_nvl_bytes,
+            network=network or Network(),
         )
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ep_server import _C
-from ep_server.compat.deep_ep.bootstrap import bulk_from_process_group, from_process_group
+from ep_server.compat.deep_ep.bootstrap import Network, bulk_from_process_group, from_process_group
 from ep_server.compat.deep_ep.events import HostStreams, Streams, capturing
 from ep_server.compat.deep_ep.normal import NormalSession
 from ep_server.compat.deep_ep.session import BufferSession
@@ -82,6 +82,7 @@ class Options:
     shrink: mask a rank that misses a deadline instead of raising PeerTimeout. timeout_ns: deadline of every
     wait. limit: bytes a rank may contribute to one exchange; 0 = no limit. num_sms: multiprocessors that a
     kernel may fill; 0 = all; GPUs only. heap_bytes: memory for rows of high-throughput calls; GPUs only.
+    network: of high-throughput calls between hosts.
     """
 
     shrink: bool
@@ -89,10 +90,18 @@ class Options:
     limit: int
     num_sms: int
     heap_bytes: int
+    network: Network
 
     @classmethod
     def checked(
-        cls, *, shrink: bool, timeout_seconds: float, limit: int, num_sms: int, heap_bytes: int
+        cls,
+        *,
+        shrink: bool,
+        timeout_seconds: float,
+        limit: int,
+        num_sms: int,
+        heap_bytes: int,
+        network: Network,
     ) -> Options:
         """Of the arguments of a Buffer. Raises InvalidArgument."""
         if not isinstance(timeout_seconds, int | float) or not 1e-9 <= timeout_seconds <= MAX_SECONDS:
@@ -104,7 +113,7 @@ class Options:
         ):
             if not isinstance(value, int) or value < 0:
                 raise InvalidArgument(name, value, "an integer, at least 0")
-        return cls(shrink, int(timeout_seconds * 1e9), limit, num_sms, heap_bytes)
+        return cls(shrink, int(timeout_seconds * 1e9), limit, num_sms, heap_bytes, network)
 
 
 def region_bytes(spec: ExchangeSpec) -> int:
@@ -119,7 +128,7 @@ def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) ->
 
 
 class Sessions:
-    """All sessions of a Buffer, over one torch.distributed process group on one host."""
+    """All sessions of a Buffer, over one torch.distributed process group."""
 
     def __init__(self, group: Any, options: Options) -> None:
         self._group, self._options = group, options
@@ -157,8 +166,9 @@ class Sessions:
             if device != CPU and self._options.heap_bytes <= 0:
                 raise InvalidArgument("num_nvl_bytes", self._options.heap_bytes, "memory for received rows")
             try:
+                options = self._options
                 exchange = bulk_from_process_group(
-                    self._group, device, self._options.timeout_ns, self._options.heap_bytes
+                    self._group, device, options.timeout_ns, options.heap_bytes, options.network
                 )
             except ConfigError as error:
                 raise InvalidArgument(error.field, error.value, error.allowed) from error

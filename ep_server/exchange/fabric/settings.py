@@ -13,6 +13,8 @@ from ep_server.errors import ConfigError, StartupError
 # Where a rank's memory is: the provider's address; base, key and bytes on the host, then on a device.
 EndpointAddress = tuple[bytes, int, int, int, int, int, int]
 
+SESSION_BITS = 17  # of the number of a group: as many as a greeting of its ranks carries
+
 MAX_TRAFFIC_CLASS = (1 << 32) - 1
 MAX_QUEUE_DEPTH = 1 << 16
 MAX_GID_INDEX = 255

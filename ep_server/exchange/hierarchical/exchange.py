@@ -50,12 +50,11 @@ from ep_server.exchange.hierarchical.host_part import (
     entries_of,
     experts_of,
     join,
-    ranks_of_host,
     spec_of_host,
 )
 from ep_server.exchange.host import WIRES
 from ep_server.exchange.row_order import as_bytes
-from ep_server.exchange.segment import create_segment
+from ep_server.exchange.segment import create_segment, ranks_of_host
 from ep_server.exchange.spec import ExchangeSpec
 from ep_server.exchange.validate import check_dispatch, check_hints_only, check_ids, combine_mode, handle_of
 

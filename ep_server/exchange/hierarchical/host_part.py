@@ -7,28 +7,12 @@ torch operations only, and waits for no device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 
-from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Received, View
 from ep_server.exchange.fabric.host_staging import ReceivedRows
 from ep_server.exchange.row_order import Order
-from ep_server.exchange.segment import check_hosts
-
-
-def ranks_of_host(hosts: tuple[int, ...], spec: ExchangeSpec) -> range:
-    """The ranks of this rank's host. Raises ConfigError unless the ranks of each host are consecutive.
-
-    Args:
-        hosts: [R] number of each rank's host.
-    """
-    check_hosts(hosts, spec)
-    if len(list(groupby(hosts))) != len(set(hosts)):
-        raise ConfigError("hosts", hosts, "such that the ranks of a host follow one another")
-    first = hosts.index(hosts[spec.rank])
-    return range(first, first + hosts.count(hosts[spec.rank]))
 
 
 def experts_of(spec: ExchangeSpec, ranks: range) -> tuple[int, ...]:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_server.compat.deep_ep import bootstrap
 from ep_server.compat.deep_ep.bootstrap import group_segment
-from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
+from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Received, View
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.host import open_group
 from ep_server.exchange.nvlink.bulk import NvlinkBulk, bulk_spec
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
@@ -20,6 +22,7 @@ from tests.support.exchange.conformance import Factory
 from tests.support.exchange.expected import expect
 from tests.support.exchange.on_gpu import OnGpu
 from tests.support.exchange.routing import Inputs
+from tests.support.fabric.hierarchical_ends import on_gpus
 from tests.support.gpus import gpu_of
 
 EXPERTS = 64
@@ -45,6 +48,17 @@ def open_bulk(group: dist.ProcessGroup, device: torch.device, timeout_ns: int, h
         return NvlinkBulk(spec, control=open_group(control, segment), device=device, heap_bytes=heap_bytes)
     finally:
         os.close(segment)
+
+
+def open_rows(
+    group: dist.ProcessGroup, hosts: tuple[int, ...], timeout_ns: int, tokens: int, row_bytes: int
+) -> Exchange:
+    """Moves rows of bytes: NVLink inside each host, memory between them. Collective."""
+    spec = bootstrap._rows_spec(group, tokens, row_bytes, timeout_ns)
+    inter = FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu")
+    normal = on_gpus(inter, hosts).normal
+    assert normal is not None
+    return normal
 
 
 def close_exchange(exchange: NvlinkExchange) -> None:

@@ -77,13 +77,20 @@ class NormalUser:
     """A caller of the library: one Buffer in high-throughput mode."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: str = "cpu", heap: int = HEAP, seconds: float = 60.0
+        self,
+        group: dist.ProcessGroup,
+        device: str = "cpu",
+        heap: int = HEAP,
+        seconds: float = 60.0,
+        network: deep_ep.Network | None = None,
     ) -> None:
         self.group, self.rank, self.num_ranks = group, group.rank(), group.size()
         self.device = torch.device("cpu")
         if device == "cuda":
             self.device = buffer_user.gpu_device(self.rank)
-        self.buffer = deep_ep.Buffer(group, heap, explicitly_destroy=True, timeout_seconds=seconds)
+        self.buffer = deep_ep.Buffer(
+            group, heap, explicitly_destroy=True, timeout_seconds=seconds, network=network
+        )
         self.share = NUM_EXPERTS // self.num_ranks
 
     def synchronize(self) -> None:
@@ -310,9 +317,11 @@ def misuse(user: NormalUser) -> None:
 PROGRAMS = {each.__name__: each for each in (pairs, worst_case, kept_tensors, long_rows, misuse)}
 
 
-def run_programs(group: dist.ProcessGroup, device: str) -> dict[str, str]:
+def run_programs(
+    group: dist.ProcessGroup, device: str, network: deep_ep.Network | None = None
+) -> dict[str, str]:
     """Program -> why it failed; empty if it did not."""
-    user = NormalUser(group, device)
+    user = NormalUser(group, device, network=network)
     found = {name: failure_of(partial(program, user)) for name, program in PROGRAMS.items()}
     dist.barrier(group)
     user.buffer.destroy()

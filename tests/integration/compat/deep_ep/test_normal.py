@@ -6,14 +6,17 @@ from functools import cache
 
 import pytest
 
+from ep_server.compat import deep_ep
 from tests.support.exchange import normal_losses, normal_programs
 from tests.support.exchange.process_group import run_group
+from tests.support.fabric.fabric_ends import loopback, needs
 
 
 @cache
-def results(num_ranks: int) -> dict[str, list[str]]:
+def results(num_ranks: int, hosts: tuple[int, ...] = ()) -> dict[str, list[str]]:
     """program -> failure texts of the ranks that failed; one group of processes for all."""
-    by_rank = run_group(normal_programs.run_programs, num_ranks, args=("cpu",))
+    network = deep_ep.Network(hosts, loopback()) if hosts else None
+    by_rank = run_group(normal_programs.run_programs, num_ranks, args=("cpu", network), timeout=200)
     return {
         name: [f"rank {rank}: {answers[name]}" for rank, answers in enumerate(by_rank) if answers[name]]
         for name in by_rank[0]
@@ -24,6 +27,14 @@ def results(num_ranks: int) -> dict[str, list[str]]:
 @pytest.mark.parametrize("program", normal_programs.PROGRAMS)
 def test_program(num_ranks: int, program: str) -> None:
     failures = results(num_ranks)[program]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), pytest.param((0, 0, 1, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("program", normal_programs.PROGRAMS)
+def test_ranks_of_several_hosts(hosts: tuple[int, ...], program: str) -> None:
+    needs("system")
+    failures = results(len(hosts), hosts)[program]
     assert not failures, "\n".join(failures)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ep_server.compat import deep_ep
 from tests.support.exchange import emulated
 from tests.support.exchange.buffer_masks import LOSSES, Lost
 from tests.support.exchange.emulated import programs
@@ -103,9 +104,17 @@ def test_many_rows(num_ranks: int) -> None:
     ("num_ranks", "blocks"), [(2, 1), (2, 7), *(pytest.param(4, n, marks=pytest.mark.slow) for n in (1, 7))]
 )
 def test_many_rows_in_one_block_and_in_odd_numbers_of_them(num_ranks: int, blocks: int) -> None:
-    """A single block both returns rows and sums; of seven, two return."""
+    """A single block both returns rows and sums; of seven, three return."""
     args = (module(), blocks, "normal_programs.run_programs", "cuda")
     found = failures(run_group(programs.with_multiprocessors, num_ranks, args=args, timeout=SECONDS))
+    assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.timeout(SECONDS + 120)
+def test_many_rows_between_hosts() -> None:
+    """DeepEP's high-throughput calls over two hosts of two ranks."""
+    args = ("normal_programs.run_programs", 4, "cuda", deep_ep.Network((0, 0, 1, 1)))
+    found = failures(run(*args))
     assert not found, "\n".join(found[:5])
 
 

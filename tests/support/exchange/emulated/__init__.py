@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -180,6 +181,7 @@ def patch_buffer() -> None:
 
     from ep_server.compat.deep_ep import events, sessions
     from ep_server.exchange.api import ExchangeSpec, Reduction
+    from ep_server.exchange.bulk import ExchangeBulk
     from tests.support.exchange import buffer_user, gpu_group
 
     def make(group: Any, spec: ExchangeSpec, device: Any, waiting: Any, num_sms: int) -> Any:
@@ -187,7 +189,10 @@ def patch_buffer() -> None:
         options = {"on_timeout": waiting.on_timeout, "num_sms": num_sms}
         return gpu_group.open_exchange(group, spec, device=0, **options)
 
-    def make_bulk(group: Any, device: Any, timeout_ns: int, heap_bytes: int) -> Any:
+    def make_bulk(group: Any, device: Any, timeout_ns: int, heap_bytes: int, network: Any) -> Any:
+        if network.hosts:
+            opened = partial(gpu_group.open_rows, group, network.hosts, timeout_ns)
+            return ExchangeBulk(group.rank(), group.size(), opened, torch.device("cpu"))
         return gpu_group.open_bulk(group, torch.device("cuda", 0), timeout_ns, heap_bytes)
 
     sessions.from_process_group = make

@@ -15,9 +15,9 @@ from ep_server.exchange.hierarchical.host_part import (
     InterTables,
     experts_of,
     join,
-    ranks_of_host,
     spec_of_host,
 )
+from ep_server.exchange.segment import ranks_of_host
 
 CPU = torch.device("cpu")
 PLACEMENT = (3, 0, 1, 2, 1, 4, 2, 0)
