@@ -63,7 +63,12 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         """As AsyncClient.generate() of the decode server. timeout: of that call, in seconds."""
         common = {name: value for name, value in fields.items() if name in COMMON}
         handle = await self._handle(prompt, common)
-        stream = self._decode.generate(prompt, timeout=timeout, kv_handle=handle, **fields)
+        try:
+            stream = self._decode.generate(prompt, timeout=timeout, kv_handle=handle, **fields)
+        except Exception:  # arguments that no request can have
+            if handle is not None:
+                self._begin_release(self._release(handle.key))
+            raise
         if handle is not None:
             stream.unanswered = lambda: self._dropped(handle.key)
         return stream

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ep_server.errors import InvalidArgument
+from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.exchange.api import Exchange, View
 from ep_server.exchange.spec import MAX_TOP_K
 
@@ -252,7 +252,11 @@ class ExchangeBulk:
         if exchange is None:
             if len(self._exchanges) == MAX_OPEN:
                 self._exchanges.pop(next(iter(self._exchanges))).close()
-            exchange = self._open_rows(tokens, row_bytes)
+            try:
+                exchange = self._open_rows(tokens, row_bytes)
+            except ConfigError as error:
+                given = f"{row_bytes} bytes a row, with what goes along"
+                raise InvalidArgument("x", given, f"the same on all ranks: {error}") from error
         self._exchanges[key] = exchange
         return exchange
 

@@ -74,6 +74,7 @@ def bulk_from_process_group(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     hosts = network.hosts or _hosts_of(group)
     if len(set(hosts)) > 1:
+        ranks_of_host(hosts, _rows_spec(group, 1, 2, timeout_ns))  # else ConfigError
         opened = partial(_open_between_hosts, group, replace(network, hosts=hosts), device, timeout_ns)
         return ExchangeBulk(rank, size, opened, device)
     if device == CPU:

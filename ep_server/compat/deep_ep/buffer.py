@@ -104,8 +104,8 @@ class Buffer:
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Sets the multiprocessors of calls of dispatch and combine without a Config, an even number."""
-        if new_num_sms < 0 or new_num_sms % 2:
-            raise InvalidArgument("new_num_sms", new_num_sms, "even")
+        if new_num_sms < 2 or new_num_sms % 2:
+            raise InvalidArgument("new_num_sms", new_num_sms, "even, at least 2")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -317,8 +317,8 @@ class Buffer:
         Returns: num_tokens_per_rank [R] int32; None; num_tokens_per_expert [E] int32; is_token_in_rank [T, R]
           bool; event.
         """
-        streams = self._sessions.streams(topk_idx.device)
-        order = normal.Order(previous_event, async_finish)
+        check_is_tensor("topk_idx", topk_idx)
+        streams, order = self._sessions.streams(topk_idx.device), normal.Order(previous_event, async_finish)
         return normal.checked_layout(topk_idx, num_experts, self.group_size, streams, order)
 
     def dispatch(
@@ -350,7 +350,7 @@ class Buffer:
         rows = normal.rows_of(x, topk_idx, topk_weights)
         given = (is_token_in_rank, num_tokens_per_expert)
         call = normal.dispatch_call(rows, handle, given, expert_alignment, num_worst_tokens, self.group_size)
-        num_sms = (config or Buffer.get_dispatch_config(self.group_size)).num_sms
+        num_sms = normal.sms_of(Buffer.get_dispatch_config(self.group_size) if config is None else config)
         session, order = self._sessions.normal(rows.x.device), normal.Order(previous_event, async_finish)
         return session.dispatch(call, num_sms, order)
 
@@ -377,7 +377,7 @@ class Buffer:
         check_is_tensor("x", x)
         known = normal.handle_of(handle, x.device, None, self.group_size)
         returned = normal.returned_of(x, topk_weights, bias, known)
-        num_sms = (config or Buffer.get_combine_config(self.group_size)).num_sms
+        num_sms = normal.sms_of(Buffer.get_combine_config(self.group_size) if config is None else config)
         session, order = self._sessions.normal(x.device), normal.Order(previous_event, async_finish)
         return session.combine(returned, known, num_sms, order)
 

@@ -86,6 +86,10 @@ class Config:
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_sms, int) or self.num_sms < 1:
+            raise InvalidArgument("num_sms", self.num_sms, "an integer, at least 1")
+
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """num_nvl_bytes for HINT_TOKENS tokens per rank of `hidden_bytes` each, all sent to all ranks."""
         return (2 * num_ranks - 1) * HINT_TOKENS * (hidden_bytes + HINT_ROW_DATA)

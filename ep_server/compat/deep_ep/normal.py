@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ep_server.compat.deep_ep.events import EventHandle, EventOverlap, HostStreams, Streams
+from ep_server.compat.deep_ep.events import Config, EventHandle, EventOverlap, HostStreams, Streams
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.bulk import Arrival, BulkExchange, Plan, Returned, Routing, Rows
-from ep_server.exchange.validate import check_is_tensor, check_tensor
+from ep_server.exchange.validate import CPU, check_is_tensor, check_tensor
 
 T = TypeVar("T")
 ROW_UNIT = 16  # bytes
@@ -63,6 +63,10 @@ class Order:
 
     after: EventOverlap | None
     asynchronous: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.after, EventOverlap | None):
+            raise InvalidArgument("previous_event", self.after, "an EventOverlap or None")
 
     @property
     def event(self) -> EventHandle | None:
@@ -172,9 +176,12 @@ class NormalSession:
 def layout(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """num_tokens_per_rank [R] int32, num_tokens_per_expert [E] int32, is_token_in_rank [T, R] bool."""
+    """num_tokens_per_rank [R] int32, num_tokens_per_expert [E] int32, is_token_in_rank [T, R] bool.
+
+    Ids out of range count as no expert.
+    """
     tokens, device, local = topk_idx.shape[0], topk_idx.device, num_experts // num_ranks
-    ids = topk_idx.to(torch.int64)
+    ids = torch.where(topk_idx < num_experts, topk_idx, -1)
     ranks = torch.where(ids < 0, num_ranks, ids // local)
     in_rank = torch.zeros((tokens, num_ranks + 1), dtype=torch.bool, device=device)
     in_rank.scatter_(1, ranks, True)
@@ -194,6 +201,7 @@ def checked_layout(
         raise InvalidArgument("topk_idx", f"{topk_idx.dtype} {list(topk_idx.shape)}", "int64 [T, K]")
     if num_experts < num_ranks or num_experts % num_ranks:
         raise InvalidArgument("num_experts", num_experts, f"a multiple of {num_ranks} ranks")
+    _check_ids(topk_idx, num_experts)
     found, event = streams.communicate(
         lambda: layout(topk_idx, num_experts, num_ranks), asynchronous=order.asynchronous, after=order.event
     )
@@ -273,6 +281,8 @@ def _routing(
     check_tensor("num_tokens_per_expert", per_expert, device, torch.int32, E=experts)
     if experts % num_ranks:
         raise InvalidArgument("num_tokens_per_expert", experts, f"of a multiple of {num_ranks} experts")
+    if rows.ids is not None:
+        _check_ids(rows.ids, experts)
     return Routing(in_rank, per_expert, alignment)
 
 
@@ -288,6 +298,13 @@ def handle_of(handle: object, device: torch.device, tokens: int | None, num_rank
         "handle[5]", head, device, torch.int32, T=head.shape[0] if tokens is None else tokens, R=num_ranks
     )
     return known
+
+
+def sms_of(config: Config) -> int:
+    """Multiprocessors of a call. Raises InvalidArgument for what is no Config."""
+    if not isinstance(config, Config):
+        raise InvalidArgument("config", config, "a Config or None")
+    return config.num_sms
 
 
 def returned_of(x: torch.Tensor, weights: torch.Tensor | None, bias: Bias, handle: NormalHandle) -> Returned:
@@ -309,6 +326,12 @@ def returned_of(x: torch.Tensor, weights: torch.Tensor | None, bias: Bias, handl
         check_tensor("bias", each, device, torch.bfloat16, T=tokens, H=hidden)
         _check_rows(each)
     return Returned(x, weights, given)
+
+
+def _check_ids(ids: torch.Tensor, experts: int) -> None:
+    """Raises InvalidArgument for an expert that there is not; on GPUs that would be a wait."""
+    if ids.device == CPU and ids.numel() and (most := int(ids.max())) >= experts:
+        raise InvalidArgument("topk_idx", most, f"below {experts}, the number of experts, or -1")
 
 
 def _check_rows(x: torch.Tensor) -> None:

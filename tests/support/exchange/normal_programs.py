@@ -306,7 +306,16 @@ def misuse(user: NormalUser) -> None:
         ("handle", lambda: buffer.combine(answers, ())),
         ("x", lambda: buffer.combine(answers[:-1] if len(answers) else answers.float(), handle)),
         ("bias", lambda: buffer.combine(answers, handle, bias=x.float())),
+        ("topk_idx", lambda: buffer.get_dispatch_layout(None, NUM_EXPERTS)),  # type: ignore[arg-type]
+        ("previous_event", lambda: buffer.dispatch(x, **known, previous_event="x")),  # type: ignore[arg-type]
+        ("config", lambda: buffer.combine(answers, handle, config=24)),  # type: ignore[arg-type]
+        ("num_sms", lambda: deep_ep.Config(0)),
+        ("new_num_sms", lambda: deep_ep.Buffer.set_num_sms(0)),
     ]
+    if user.device.type == "cpu" and len(ids):  # GPUs take them for no expert
+        far = torch.full_like(ids, NUM_EXPERTS)
+        calls.append(("topk_idx", lambda: buffer.get_dispatch_layout(far, NUM_EXPERTS)))
+        calls.append(("topk_idx", lambda: buffer.dispatch(x, **known, topk_idx=far, topk_weights=weights)))
     for field, call in calls:
         with pytest.raises(InvalidArgument) as caught:
             call()
