@@ -198,6 +198,9 @@ async def run(
             report.memory_mib = before, await _memory(client)
         except EpServerError as error:  # it has ended
             report.left = [str(error)]
+    if prefill is not None and not report.handed_off:
+        wanted = "its handoff.role must be prefill or both, the other server's decode or both"
+        report.errors.append(f"nothing was handed off from {prefill.address}: {wanted}")
     kinds = [kind for each in faults for kind in each.kinds]
     report.faults = {kind.value: kinds.count(kind) for kind in FaultKind}
     report.pauses = [change.pause for each in faults for change in each.changes.done]

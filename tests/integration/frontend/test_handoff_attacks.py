@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from ep_server.client import AsyncClient, PrefillDecode
+from ep_server.errors import InvalidArgument
 from ep_server.records import TokenEvent
 from ep_server.scheduler.handoffs import HoldEnd
 from ep_server.v1 import decode_pb2
@@ -127,6 +128,22 @@ async def test_a_client_that_leaves_leaves_nothing_behind(servers: Pair, moment:
             await stream.close()
         await nothing_held(prefill)
         await nothing_held(decode)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"), [({"n": 2}, TypeError), ({"max_new_tokens": -1}, InvalidArgument)]
+)
+async def test_a_request_that_nobody_can_make_holds_nothing(
+    servers: Pair, wrong: dict[str, Any], error: type[Exception]
+) -> None:
+    prefill, decode = servers
+    async with (
+        AsyncClient(decode.server.address) as client,
+        PrefillDecode(prefill.server.address, client, handle_seconds=WAIT) as handing,
+    ):
+        with pytest.raises(error):
+            await handing.generate(prompt(160), timeout=WAIT, **{**GREEDY, **wrong})
+        await nothing_held(prefill)
 
 
 async def test_two_servers_that_ask_for_one_hold(servers: Pair) -> None:
