@@ -115,7 +115,7 @@ def check_same_by_way(tables: list[Table]) -> str:
 
 
 def report(plan: Plan, table: Table) -> None:
-    """Rank 0's steps; W and C2 as in docs/concepts/overlap.md."""
+    """Rank 0's steps; W and C2: docs/concepts/overlap.md. unstable: other work cost more than the delay."""
     base_off, base_on = (table[0.0, mode].mean for mode in ("off", "on"))
     print(f"C2 = {base_on:.2f} ms: two micro-batches, no delay; one micro-batch: {base_off:.2f} ms")
     print(
@@ -125,7 +125,8 @@ def report(plan: Plan, table: Table) -> None:
         off, on, auto = (table[delay, mode] for mode in MODES)
         wait = off.mean - base_off
         hidden = wait - (on.mean - base_on)
-        share = f"{hidden / min(wait, base_on / 2):8.2f}" if delay else "       -"
+        most = min(wait, base_on / 2)
+        share = "       -" if not delay else "unstable" if most <= 0 else f"{hidden / most:8.2f}"
         print(
             f"{delay:5.2f} {off.mean:7.2f} {on.mean:7.2f} {auto.mean:7.2f}"
             f" {auto.ways.count(2) / len(auto.ways):12.1%} {wait:7.2f} {hidden:8.2f} {share:>23}"

@@ -46,7 +46,7 @@ LOAD_GAUGES: Mapping[str, tuple[str, str]] = {
 }
 LOAD_COUNTERS: Mapping[str, tuple[str, str]] = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache or its host tier."),
     "prefix_host_hits": ("prefix_cache_host_hits", "Prompt tokens found in the host tier alone."),
     "preemptions": ("preemptions", "Sequences put back into the queue because KV blocks ran out."),
 }

@@ -133,6 +133,9 @@ def command(
     lengths = Lengths(prompt_tokens, max_new_tokens)
     first = options.target(prefill, tls_ca, tls_cert, tls_key, token_file) if prefill else None
     report = uvloop.run(run(target, plan, lengths, streams, seed, first, gateway=gateway))
+    if prefill and not report.handed_off:
+        wanted = "its handoff.role must be prefill or both, the other server's decode or both"
+        report.errors.append(f"nothing was handed off from {prefill}: {wanted}")
     if as_json:
         print(json.dumps(as_dict(report)))
     else:
@@ -198,9 +201,6 @@ async def run(
             report.memory_mib = before, await _memory(client)
         except EpServerError as error:  # it has ended
             report.left = [str(error)]
-    if prefill is not None and not report.handed_off:
-        wanted = "its handoff.role must be prefill or both, the other server's decode or both"
-        report.errors.append(f"nothing was handed off from {prefill.address}: {wanted}")
     kinds = [kind for each in faults for kind in each.kinds]
     report.faults = {kind.value: kinds.count(kind) for kind in FaultKind}
     report.pauses = [change.pause for each in faults for change in each.changes.done]
