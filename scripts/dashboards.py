@@ -296,10 +296,14 @@ def communication() -> Iterator[Panel]:
     )
     steps = rate("epserver_steps_total", RANK)
     yield lines(
-        "Steps run as two micro-batches",
+        "Steps run as two micro-batches, steps with the exchange of many rows",
         "percentunit",
-        Query(f"{rate('epserver_overlap_steps_total', RANK)} / {steps}", "share"),
+        Query(f"{rate('epserver_overlap_steps_total', RANK)} / {steps}", "two micro-batches"),
+        Query(f"{rate('epserver_normal_steps_total', RANK)} / {steps}", "many rows"),
     )
+    layers = rate("epserver_moe_layers_total", RANK)
+    layer = f"{rate('epserver_moe_layer_seconds_total', RANK)} / {layers}"
+    yield lines("A MoE layer, from router to residual", "s", Query(layer, "mean"))
     skew = f"epserver_step_skew_seconds{{{SERVER}}}"
     yield lines("Vote: skew between ranks", "s", Query(skew, "{{instance}}"))
     copies = f"{rate('epserver_comm_rows_total', SERVER)} / {rate('epserver_comm_tokens_total', SERVER)}"
