@@ -17,7 +17,7 @@ from ep_server.exchange.api import ExchangeSpec, Payload, View
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
-from tests.support.exchange.conformance import run_cases
+from tests.support.exchange.conformance import run_cases, run_pair
 from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric import hierarchical_ends, mixed_ends
 from tests.support.fabric.gpu_host_staging import OnGpu, a_models_spec, run_in_flight, run_refused
@@ -45,6 +45,18 @@ def whole_suite(group: dist.ProcessGroup, options: FabricOptions, hosts: Hosts) 
 
     cases = run_cases(group, factory, instead_of_fp32=Payload.BF16)
     return cases | run_sequences(group, factory, payload=Payload.BF16)
+
+
+def many_rows(group: dist.ProcessGroup, options: FabricOptions, hosts: Hosts) -> None:
+    """A step with many rows gives what one with few does, in turns."""
+    exchange = make(options, hosts, a_models_spec(group, Payload.BF16), group)
+    few, many = OnGpu(exchange), exchange.normal
+    assert (many is not None) is (max(map(hosts.count, hosts)) > 1)
+    for seed in range(3 if many is not None else 0):
+        for each in (OnGpu(many), few):  # type: ignore[arg-type]
+            run_pair(each, "uniform", seed, View.INDEX)  # type: ignore[arg-type]
+    exchange.barrier()
+    exchange.close()
 
 
 def in_flight(group: dist.ProcessGroup, options: FabricOptions, hosts: Hosts) -> None:

@@ -7,8 +7,10 @@ from functools import cache
 import pytest
 import torch
 
+from ep_server.compat import deep_ep
 from tests.support.exchange import gpu_normal, normal_losses, normal_programs
 from tests.support.exchange.process_group import run_group
+from tests.support.fabric.fabric_ends import loopback, needs, usable
 
 RANKS = (1, 2, 4)
 pytestmark = [
@@ -38,6 +40,19 @@ def test_program_of_any_device(num_ranks: int, program: str) -> None:
 @pytest.mark.parametrize("program", ["captured", "streams", "many_rows"])
 def test_program(num_ranks: int, program: str) -> None:
     run_group(getattr(gpu_normal, program), num_ranks, timeout=240)
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1, 1)])
+def test_ranks_of_several_hosts(hosts: tuple[int, ...]) -> None:
+    """The loopback between what counts as hosts."""
+    if torch.cuda.device_count() < len(hosts):
+        pytest.skip("needs a GPU for every rank")
+    library = next((name for name in ("wheel", "system") if not usable(name)), "system")
+    needs(library)
+    args = ("cuda", deep_ep.Network(hosts, loopback(library)))
+    by_rank = run_group(normal_programs.run_programs, len(hosts), args=args, timeout=240)
+    failures = [f"{name}: {text}" for answers in by_rank for name, text in answers.items() if text]
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("call", ["dispatch", "combine"])

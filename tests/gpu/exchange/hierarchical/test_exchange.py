@@ -21,7 +21,7 @@ pytestmark = [
 GROUPS = {"one_each": (0, 1), "two_each": (0, 0, 1, 1), "one_and_two": (0, 1, 1)}
 
 
-@pytest.mark.parametrize("program", ["whole_suite", "in_flight", "refused", "one_stops"])
+@pytest.mark.parametrize("program", ["whole_suite", "many_rows", "in_flight", "refused", "one_stops"])
 @pytest.mark.parametrize("hosts", GROUPS.values(), ids=GROUPS)
 def test_on_gpus(hosts: tuple[int, ...], program: str) -> None:
     library = next((name for name in ("wheel", "system") if not usable(name)), "system")
