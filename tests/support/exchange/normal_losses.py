@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from ep_server.compat import deep_ep
 from ep_server.errors import ExchangeError, PeerTimeout
 from tests.support.exchange.normal_programs import HIDDEN, NUM_EXPERTS, NormalUser
 
 
-def stays_away(group: dist.ProcessGroup, device: str, call: str) -> None:
+def stays_away(
+    group: dist.ProcessGroup, device: str, call: str, network: deep_ep.Network | None = None
+) -> None:
     """Rank 1 leaves out a dispatch or a combine. Rank 0 names it; nobody waits for ever. Then all go on."""
-    user = NormalUser(group, device, seconds=1.0)
+    user = NormalUser(group, device, seconds=1.0, network=network)
     everyone = user.everyone("uniform", 2)
     mine = everyone[user.rank]
     x, layout = user.rows(mine, "bf16"), user.layout(mine)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch.distributed as dist
 
 from ep_server.compat import deep_ep
+from ep_server.errors import InvalidArgument
 from tests.support.exchange import normal_losses, normal_programs
+from tests.support.exchange.normal_programs import NormalUser
 from tests.support.exchange.process_group import run_group
 from tests.support.fabric.fabric_ends import loopback, needs
 
@@ -38,6 +41,22 @@ def test_ranks_of_several_hosts(hosts: tuple[int, ...], program: str) -> None:
     assert not failures, "\n".join(failures)
 
 
+def wrong_hosts(group: dist.ProcessGroup) -> None:
+    for hosts, said in {(0, 1, 1): "one number per rank: 2", (0, 70_000): "65535"}.items():
+        user = NormalUser(group, network=deep_ep.Network(hosts))
+        mine = user.everyone("uniform", 1)[user.rank]
+        with pytest.raises(InvalidArgument, match=said) as caught:
+            user.buffer.dispatch(user.rows(mine, "bf16"), **user.layout(mine))
+        assert caught.value.field == "hosts"
+        user.buffer.destroy()
+
+
+def test_hosts_that_cannot_be_are_refused_by_name() -> None:
+    run_group(wrong_hosts, 2)
+
+
+@pytest.mark.parametrize("hosts", [(), (0, 1)])
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_a_rank_that_does_not_call(call: str) -> None:
-    run_group(normal_losses.stays_away, 2, args=("cpu", call))
+def test_a_rank_that_does_not_call(call: str, hosts: tuple[int, ...]) -> None:
+    network = deep_ep.Network(hosts, loopback()) if hosts else None
+    run_group(normal_losses.stays_away, 2, args=("cpu", call, network))
