@@ -6,8 +6,8 @@ Expressions ask the recording rules (`epserver:...`) where there is one: dashboa
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -561,7 +561,9 @@ def build(name: str) -> str:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    parser = argparse.ArgumentParser(description="Writes the Grafana dashboards.")
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="default: the chart's")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for name in DASHBOARDS:
         (folder / f"{name}.json").write_text(build(name), encoding="utf-8")

@@ -108,9 +108,9 @@ class Config:
             sections[section][item.name] = _convert(name, item, value)
         config = Config(**{name: cls(**sections[name]) for name, cls in _sections().items()})
         config.validate()
-        return config.with_step_tokens()
+        return config._with_step_tokens()
 
-    def with_step_tokens(self) -> Config:
+    def _with_step_tokens(self) -> Config:
         """The same with the number that scheduler.max_step_tokens = 0 stands for."""
         if self.scheduler.max_step_tokens:
             return self

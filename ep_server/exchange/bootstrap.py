@@ -21,6 +21,7 @@ from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.spec import MAX_RANKS, ExchangeSpec
 
 PASS_SECONDS = 60.0  # to pass descriptors
+_TAKEN, _FAILED = b"taken", b"failed"
 MOST_PASSED = 1 + MAX_RANKS  # a segment, and a bell for each rank
 
 
@@ -72,9 +73,17 @@ def share_descriptors(
             name = server.getsockname()
             stack.callback(Serving(server, made, len(ranks)).stop)
         rendezvous.barrier()  # creating a large segment takes its time
-        taken = take_descriptors(ranks.start, rendezvous.all_gather(name)[ranks.start])
+        names, taken, failed = rendezvous.all_gather(name), list[int](), None
+        try:
+            taken = take_descriptors(ranks.start, names[ranks.start])
+        except StartupError as error:
+            failed = error
         try:
             rendezvous.barrier()  # until then the first rank serves
+            outcomes = rendezvous.all_gather(_FAILED if failed else _TAKEN)
+            if _FAILED in outcomes:
+                what = f"rank {outcomes.index(_FAILED)} cannot take what the first rank of its host shares"
+                raise failed or StartupError(what)
         except BaseException:
             for one in taken:
                 os.close(one)

@@ -117,6 +117,8 @@ class BulkExchange(Protocol):
 
 OpenRows = Callable[[int, int], Exchange]  # (tokens, bytes per row): BF16 rows, rank r has expert r alone
 MAX_OPEN = 4
+MOST_PADDED = 1.25  # times the bytes of a row
+SAME_ON_ALL = {"hidden", "spec"}  # fields of an exchange that differ where rows differ between ranks
 
 
 class ExchangeBulk:
@@ -234,31 +236,42 @@ class ExchangeBulk:
 
     def _move_bytes(self, rows: torch.Tensor, to: torch.Tensor, most: int) -> torch.Tensor:
         count, width = rows.shape
-        padded = -(-width // 64) * 64
-        exchange = self._exchange(most, padded)
+        exchange, row_bytes = self._exchange(most, -(-width // 64) * 64)
         ranks = torch.arange(self._num_ranks, device=self._device)
-        block = torch.zeros(count, padded, dtype=torch.uint8, device=self._device)
+        block = torch.zeros(count, row_bytes, dtype=torch.uint8, device=self._device)
         block[:, :width] = rows
-        ids, weights = (
-            torch.where(to, ranks, -1),
-            torch.ones(to.shape, dtype=torch.float32, device=self._device),
-        )
+        ids = torch.where(to, ranks, -1)
+        weights = torch.ones(to.shape, dtype=torch.float32, device=self._device)
         pending = exchange.dispatch_send(block.view(torch.bfloat16), ids, weights)
         return pending.recv(View.COMPACT).rows.view(torch.uint8)[:, :width]
 
-    def _exchange(self, tokens: int, row_bytes: int) -> Exchange:
-        key = (tokens, row_bytes)
+    def _exchange(self, tokens: int, row_bytes: int) -> tuple[Exchange, int]:
+        """An open one with room for such rows, else a new one; and the length of its rows.
+
+        All ranks have the same ones open, so they choose alike.
+        """
+        for key in self._exchanges:
+            fits = tokens <= key[0] and row_bytes <= key[1] <= row_bytes * MOST_PADDED
+            if fits and (tokens > 1) == (key[0] > 1):
+                break
+        else:
+            key = (tokens, row_bytes)
         exchange = self._exchanges.pop(key, None)
         if exchange is None:
             if len(self._exchanges) == MAX_OPEN:
                 self._exchanges.pop(next(iter(self._exchanges))).close()
-            try:
-                exchange = self._open_rows(tokens, row_bytes)
-            except ConfigError as error:
-                given = f"{row_bytes} bytes a row, with what goes along"
-                raise InvalidArgument("x", given, f"the same on all ranks: {error}") from error
+            exchange = self._opened(tokens, row_bytes)
         self._exchanges[key] = exchange
-        return exchange
+        return exchange, key[1]
+
+    def _opened(self, tokens: int, row_bytes: int) -> Exchange:
+        try:
+            return self._open_rows(tokens, row_bytes)
+        except ConfigError as error:
+            if error.field not in SAME_ON_ALL:
+                raise InvalidArgument(error.field, error.value, error.allowed) from error
+            given = f"{row_bytes} bytes a row, with what goes along"
+            raise InvalidArgument("x", given, f"the same on all ranks: {error}") from error
 
 
 def _padded(part: torch.Tensor, rows: int) -> torch.Tensor:

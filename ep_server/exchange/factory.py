@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import Abortable, Exchange
 from ep_server.exchange.fabric.settings import EndpointAddress, FabricOptions
-from ep_server.exchange.spec import DeviceMemory, ExchangeSpec, Payload, Waiting, control_spec
+from ep_server.exchange.spec import (
+    DeviceMemory,
+    ExchangeSpec,
+    Payload,
+    Waiting,
+    control_spec,
+    ranks_of_host,
+    spec_of_host,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +92,13 @@ def device_memory(topology: Topology, spec: ExchangeSpec, *, many: bool) -> Devi
 
     many: see Opening. Raises: ConfigError.
     """
-    if transport_of(topology, spec) is not Transport.NVLINK:
+    transport = transport_of(topology, spec)
+    if transport not in (Transport.NVLINK, Transport.HIERARCHICAL):
         return None
     from ep_server.exchange.nvlink.sizes import device_memory
 
+    if transport is Transport.HIERARCHICAL:
+        spec = spec_of_host(spec, ranks_of_host(topology.hosts, spec))
     return device_memory(spec, many=many)
 
 
@@ -219,10 +230,11 @@ def _open_fabric(
     if opening.connect is None:
         raise ConfigError("connect", None, "given for a group of several hosts")
     share = None if opening.segment < 0 else HostShare(topology.hosts, opening.segment, opening.bells)
-    # Ranks do not share rows that the NIC writes to a device: each rank is then a host of its own.
-    link = FabricLink(spec, opening.options, opening.waiting, share if rows is None else None, rows)
-    if share is not None:
-        share.close()
+    try:  # ranks do not share rows that the NIC writes to a device: each rank is then a host of its own
+        link = FabricLink(spec, opening.options, opening.waiting, share if rows is None else None, rows)
+    finally:
+        if share is not None:
+            share.close()
     exchange = link.exchange()
     opening.on_open(exchange.group)
     addresses, session = opening.connect(link.address, opening.options.connect_seconds)

@@ -10,13 +10,12 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.spec import geometry_of, group_bytes
+from ep_server.exchange.spec import check_hosts, geometry_of, group_bytes
 
 
 def create_segment(spec: ExchangeSpec) -> int:
@@ -100,27 +99,6 @@ class HostShare:
         """Closes the descriptors of this process; its exchanges have their own. Once."""
         for fd in self.descriptors:
             os.close(fd)
-
-
-def check_hosts(hosts: tuple[int, ...], spec: ExchangeSpec) -> None:
-    """Raises ConfigError unless `hosts` has a number for every rank."""
-    if len(hosts) != spec.num_ranks:
-        raise ConfigError("hosts", hosts, f"one number per rank: {spec.num_ranks}")
-    if not all(0 <= host < 1 << 16 for host in hosts):
-        raise ConfigError("hosts", hosts, f"numbers from 0 to {(1 << 16) - 1}")
-
-
-def ranks_of_host(hosts: tuple[int, ...], spec: ExchangeSpec) -> range:
-    """The ranks of this rank's host. Raises ConfigError unless the ranks of each host are consecutive.
-
-    Args:
-        hosts: [R] number of each rank's host.
-    """
-    check_hosts(hosts, spec)
-    if len(list(groupby(hosts))) != len(set(hosts)):
-        raise ConfigError("hosts", hosts, "such that the ranks of a host follow one another")
-    first = hosts.index(hosts[spec.rank])
-    return range(first, first + hosts.count(hosts[spec.rank]))
 
 
 def create_host_share(spec: ExchangeSpec, hosts: tuple[int, ...], host: int) -> HostShare:

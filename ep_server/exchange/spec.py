@@ -10,6 +10,7 @@ import hashlib
 import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import groupby
 from typing import TypedDict
 
 from ep_server import _C
@@ -134,6 +135,41 @@ def _in_range(name: str, value: int, low: int, high: int) -> None:
 PAYLOADS = (Payload.FP32, Payload.BF16, Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0)
 REDUCTIONS = (Reduction.RANK, Reduction.SOURCE)
 FP8 = frozenset({Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0})
+
+
+def check_hosts(hosts: tuple[int, ...], spec: ExchangeSpec) -> None:
+    """Raises ConfigError unless `hosts` has a number for every rank."""
+    if len(hosts) != spec.num_ranks:
+        raise ConfigError("hosts", hosts, f"one number per rank: {spec.num_ranks}")
+    if not all(0 <= host < 1 << 16 for host in hosts):
+        raise ConfigError("hosts", hosts, f"numbers from 0 to {(1 << 16) - 1}")
+
+
+def ranks_of_host(hosts: tuple[int, ...], spec: ExchangeSpec) -> range:
+    """The ranks of this rank's host. Raises ConfigError unless the ranks of each host are consecutive.
+
+    Args:
+        hosts: [R] number of each rank's host.
+    """
+    check_hosts(hosts, spec)
+    if len(list(groupby(hosts))) != len(set(hosts)):
+        raise ConfigError("hosts", hosts, "such that the ranks of a host follow one another")
+    first = hosts.index(hosts[spec.rank])
+    return range(first, first + hosts.count(hosts[spec.rank]))
+
+
+def experts_of(spec: ExchangeSpec, ranks: range) -> tuple[int, ...]:
+    """Global ids of the experts of these ranks, ascending: their order is the numbering inside the host."""
+    return tuple(e for e, owner in enumerate(spec.placement) if owner in ranks)
+
+
+def spec_of_host(spec: ExchangeSpec, ranks: range) -> ExchangeSpec:
+    """The exchange of one host's ranks, counted from 0, with their experts alone.
+
+    A spec needs an expert, so a host without experts gets one that receives no tokens.
+    """
+    owners = tuple(spec.placement[e] - ranks.start for e in experts_of(spec, ranks))
+    return replace(spec, rank=spec.rank - ranks.start, num_ranks=len(ranks), placement=owners or (0,))
 
 
 def geometry_of(spec: ExchangeSpec) -> _C.Geometry:

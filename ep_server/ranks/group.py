@@ -288,7 +288,7 @@ def many_rows(config: Config) -> bool:
 
 def gpu_exchange(config: Config, exchange: ExchangeSpec) -> DeviceMemory | None:
     """What the exchange takes of each GPU; see factory.device_memory()."""
-    topology = Topology(hosts_of(config), gpus=True)
+    topology = replace(topology_of(config, exchange), gpus=True)
     return device_memory(topology, exchange, many=many_rows(config))
 
 
@@ -297,11 +297,9 @@ def exchange_bytes(config: Config, exchange: ExchangeSpec, *, packed: bool = Tru
 
     With several hosts, each rank also has an outbox.
     """
-    on_gpu = None if packed else gpu_exchange(config, exchange)
-    if on_gpu is not None:
-        return config.parallel.ranks * on_gpu.held
     if config.cluster.nodes == 1:
-        return group_bytes(exchange)
+        on_gpu = None if packed else gpu_exchange(config, exchange)
+        return group_bytes(exchange) if on_gpu is None else config.parallel.ranks * on_gpu.held
     return 2 * group_bytes(exchange) // config.cluster.nodes
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_server.errors import ConfigError, StartupError
+from ep_server.errors import ConfigError, InternalError, StartupError
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.exchange.bootstrap import share_descriptors, share_segment
 from ep_server.exchange.bulk import BulkExchange, ExchangeBulk
 from ep_server.exchange.fabric.settings import SESSION_BITS, EndpointAddress, FabricOptions
 from ep_server.exchange.factory import Opening, Topology, open_bulk, open_exchange, segment_spec
-from ep_server.exchange.segment import create_host_share, create_segment, ranks_of_host
-from ep_server.exchange.spec import Waiting, control_spec
+from ep_server.exchange.segment import create_host_share, create_segment
+from ep_server.exchange.spec import Waiting, control_spec, ranks_of_host
 from ep_server.exchange.validate import CPU
 
 
@@ -72,13 +72,14 @@ def bulk_from_process_group(
     Raises: as from_process_group.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    hosts = network.hosts or _hosts_of(group)
-    if len(set(hosts)) > 1:
-        ranks_of_host(hosts, _rows_spec(group, 1, 2, timeout_ns))  # else ConfigError
-        opened = partial(_open_between_hosts, group, replace(network, hosts=hosts), device, timeout_ns)
-        return ExchangeBulk(rank, size, opened, device)
-    if device == CPU:
-        return ExchangeBulk(rank, size, partial(_open_rows, group, timeout_ns), device)
+    hosts = _hosts_of(group, network.hosts)
+    if len(set(hosts)) > 1 or device == CPU:
+        opened = partial(_open_rows, group, timeout_ns)
+        if len(set(hosts)) > 1:
+            opened = partial(_open_between_hosts, group, replace(network, hosts=hosts), device, timeout_ns)
+        exchange = ExchangeBulk(rank, size, opened, device)
+        ranks_of_host(hosts, _rows_spec(group, 1, 2, timeout_ns))  # refuses hosts that cannot be
+        return exchange
     spec = control_spec(_rows_spec(group, 1, 2, timeout_ns))
     segment = group_segment(group, spec)
     try:
@@ -111,14 +112,11 @@ def _rows_spec(group: Any, tokens: int, row_bytes: int, timeout_ns: int) -> Exch
 def _open_between_hosts(
     group: Any, network: Network, device: torch.device, timeout_ns: int, tokens: int, row_bytes: int
 ) -> Exchange:
-    """Moves rows of bytes between hosts: once to each, there in shared memory or over NVLink."""
-    spec, hosts, rendezvous = (
-        _rows_spec(group, tokens, row_bytes, timeout_ns),
-        network.hosts,
-        _Rendezvous(group),
-    )
-    ranks, several = ranks_of_host(hosts, spec), min(map(hosts.count, hosts)) > 1
-    topology = Topology(hosts, gpus=device != CPU, hierarchical=several)
+    """As _open_rows, between hosts: a row goes to each once, there through shared memory or NVLink."""
+    spec, rendezvous = _rows_spec(group, tokens, row_bytes, timeout_ns), _Rendezvous(group)
+    hosts, ranks = network.hosts, ranks_of_host(network.hosts, spec)
+    all_have_several = min(map(hosts.count, hosts)) > 1
+    topology = Topology(hosts, gpus=device != CPU, hierarchical=all_have_several)
     met = False
 
     def connect(address: EndpointAddress, seconds: float) -> tuple[list[EndpointAddress], int]:
@@ -137,8 +135,14 @@ def _open_between_hosts(
     except Exception as error:
         if not met:  # the others wait for the address of this rank
             rendezvous.gather(str(error))
+        if isinstance(error, ImportError):
+            raise StartupError(f"this installation was built without CUDA: {error}") from error
         raise
-    return exchange if device == CPU else exchange.normal or exchange
+    if device == CPU or not all_have_several:
+        return exchange
+    if exchange.normal is None:  # the kernels for few rows take some bytes for an empty slot
+        raise InternalError("an exchange between hosts of GPUs has no operations for many rows")
+    return exchange.normal
 
 
 def _host_descriptors(
@@ -150,13 +154,17 @@ def _host_descriptors(
     if spec.rank == ranks.start:
         try:
             made = create_host_share(spec, hosts, hosts[spec.rank]).descriptors
-        except StartupError as error:
+        except (StartupError, ConfigError, OSError) as error:
             failed = str(error)
     if failures := [text for text in rendezvous.gather(failed) if text]:
         for one in made:
             os.close(one)
         raise StartupError(failures[0])
-    return share_descriptors(rendezvous, spec.rank, ranks, lambda: made)
+    try:
+        return share_descriptors(rendezvous, spec.rank, ranks, lambda: made)
+    except StartupError as error:
+        hint = "Network(hosts=...) tells which ranks share memory"
+        raise StartupError(f"{error}; {hint}") from error
 
 
 def group_segment(group: Any, spec: ExchangeSpec) -> int:
@@ -168,7 +176,7 @@ def group_segment(group: Any, spec: ExchangeSpec) -> int:
     if rank == 0:
         try:
             made = create_segment(spec)
-        except (StartupError, OSError) as error:
+        except (StartupError, ConfigError, OSError) as error:
             failed = str(error)
     count, failures = len(set(_hosts_of(group))), rendezvous.gather(failed)
     if failures[0]:
@@ -180,11 +188,17 @@ def group_segment(group: Any, spec: ExchangeSpec) -> int:
     return share_segment(rendezvous, rank, range(size), lambda: made)
 
 
-def _hosts_of(group: Any) -> tuple[int, ...]:
-    """The number of each rank's host, in the order of their first ranks. Collective."""
-    boots = _Rendezvous(group).all_gather(Path("/proc/sys/kernel/random/boot_id").read_bytes().strip())
-    numbers = {boot: number for number, boot in enumerate(dict.fromkeys(boots))}
-    return tuple(numbers[boot] for boot in boots)
+def _hosts_of(group: Any, given: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The number of each rank's host: as given, or by kernel, in the order of their first ranks. Collective.
+
+    Raises: ConfigError where ranks are given others.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    told = _Rendezvous(group).gather((boot, given))
+    if len({hosts for _, hosts in told}) > 1:
+        raise ConfigError("hosts", given, "the same on all ranks")
+    numbers = {boot: number for number, boot in enumerate(dict.fromkeys(boot for boot, _ in told))}
+    return given or tuple(numbers[boot] for boot, _ in told)
 
 
 class _Rendezvous:

@@ -1,7 +1,7 @@
-"""DeepEP's Buffer without NVSHMEM, IBGDA or a network card.
+"""DeepEP's Buffer without NVSHMEM and IBGDA.
 
-Names, argument meanings, shapes and return values are DeepEP's. CPU tensors travel over shared memory, CUDA
-tensors of one process per GPU over NVLink. Differences:
+Names, argument meanings, shapes and return values are DeepEP's. Inside a host CPU tensors travel over shared
+memory, CUDA tensors of one process per GPU over NVLink. Differences:
 
 - Results are packed in one fixed order: expert, source rank, source token.
 - Waiting times are nanoseconds.
@@ -11,7 +11,8 @@ tensors of one process per GPU over NVLink. Differences:
   always does.
 - Unmasking a rank is collective.
 - High-throughput calls receive into num_nvl_bytes of GPU memory, and need no chunk sizes.
-- Low-latency calls join the ranks of one host. High-throughput calls go to other hosts over libfabric.
+- Low-latency calls join the ranks of one host. High-throughput calls go to other hosts over libfabric: they
+  wait for the device then, cannot be captured, and take memory beside num_nvl_bytes.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ class Buffer:
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted
           and ignored.
 
-    On GPUs no call waits for the device. Each can be captured in a CUDA graph once a call of the same sizes
-    has run outside of a graph. The next call raises errors that a kernel finds: ids out of range, a missed
-    deadline.
+    On GPUs of one host no call waits for the device. Each can be captured in a CUDA graph once a call of the
+    same sizes has run outside of one. The next call raises what a kernel finds: bad ids, a missed deadline.
     """
 
     num_sms: int = 20
@@ -351,7 +351,7 @@ class Buffer:
         given = (is_token_in_rank, num_tokens_per_expert)
         call = normal.dispatch_call(rows, handle, given, expert_alignment, num_worst_tokens, self.group_size)
         num_sms = normal.sms_of(Buffer.get_dispatch_config(self.group_size) if config is None else config)
-        session, order = self._sessions.normal(rows.x.device), normal.Order(previous_event, async_finish)
+        order, session = normal.Order(previous_event, async_finish), self._sessions.normal(rows.x.device)
         return session.dispatch(call, num_sms, order)
 
     def combine(
@@ -378,7 +378,7 @@ class Buffer:
         known = normal.handle_of(handle, x.device, None, self.group_size)
         returned = normal.returned_of(x, topk_weights, bias, known)
         num_sms = normal.sms_of(Buffer.get_combine_config(self.group_size) if config is None else config)
-        session, order = self._sessions.normal(x.device), normal.Order(previous_event, async_finish)
+        order, session = normal.Order(previous_event, async_finish), self._sessions.normal(x.device)
         return session.combine(returned, known, num_sms, order)
 
     def _completion(self, async_finish: bool, return_recv_hook: bool) -> Completion:

@@ -82,8 +82,8 @@ class NormalDispatch:
       topk_idx [T, K] int64 and topk_weights [T, K] float32 if they are sent along.
     routing: is_token_in_rank and num_tokens_per_expert of get_dispatch_layout, and expert_alignment: the
       returned counts are rounded up to multiples of it. None = along the routes of `handle`.
-    num_worst_tokens: receive so many rows, whether sent or not. The call then waits for nothing. 0 = as many
-      as are sent.
+    num_worst_tokens: receive so many rows, whether sent or not. On the GPUs of one host the call then waits
+      for nothing. 0 = as many as are sent.
     """
 
     rows: Rows
@@ -137,7 +137,7 @@ class NormalSession:
     def combine(
         self, returned: Returned, handle: NormalHandle, num_sms: int, order: Order
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Never waits."""
+        """Waits for nothing on the GPUs of one host."""
         (out, weights), event = self._communicate(
             lambda: self._exchange.combine(returned, handle.plan, num_sms), order
         )

@@ -113,6 +113,8 @@ class Options:
         ):
             if not isinstance(value, int) or value < 0:
                 raise InvalidArgument(name, value, "an integer, at least 0")
+        if not isinstance(network, Network):
+            raise InvalidArgument("network", network, "a Network or None")
         return cls(shrink, int(timeout_seconds * 1e9), limit, num_sms, heap_bytes, network)
 
 

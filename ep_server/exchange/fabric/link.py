@@ -12,8 +12,8 @@ from ep_server.errors import ConfigError, InvalidArgument, StartupError
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.settings import EndpointAddress, FabricOptions
 from ep_server.exchange.host import HostExchange, HostGroup
-from ep_server.exchange.segment import HostShare, check_hosts
-from ep_server.exchange.spec import ExchangeSpec, Waiting, check_segment, geometry_of
+from ep_server.exchange.segment import HostShare
+from ep_server.exchange.spec import ExchangeSpec, Waiting, check_hosts, check_segment, geometry_of
 
 LOG = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ one host's by the rounding of the two parts. It is the same to the bit where a t
 one rank (or choice) in each part, as in groups of two hosts of one rank. It never depends on times.
 
 Steps with many rows use `normal`: inside a host its operations for many rows, between hosts the same ones.
+There a combine returns the rows inside a host once the sums of other hosts are here.
 
 A late peer ends the group: only mask() masks ranks, in both parts.
 """
@@ -48,14 +49,12 @@ from ep_server.exchange.hierarchical.host_part import (
     InterTables,
     Joined,
     entries_of,
-    experts_of,
     join,
-    spec_of_host,
 )
 from ep_server.exchange.host import WIRES
 from ep_server.exchange.row_order import as_bytes
-from ep_server.exchange.segment import create_segment, ranks_of_host
-from ep_server.exchange.spec import ExchangeSpec
+from ep_server.exchange.segment import create_segment
+from ep_server.exchange.spec import ExchangeSpec, experts_of, ranks_of_host, spec_of_host
 from ep_server.exchange.validate import check_dispatch, check_hints_only, check_ids, combine_mode, handle_of
 
 K = TypeVar("K")

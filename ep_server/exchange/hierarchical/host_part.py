@@ -6,27 +6,14 @@ torch operations only, and waits for no device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ep_server.exchange.api import ExchangeSpec, Received, View
 from ep_server.exchange.fabric.host_staging import ReceivedRows
 from ep_server.exchange.row_order import Order
-
-
-def experts_of(spec: ExchangeSpec, ranks: range) -> tuple[int, ...]:
-    """Global ids of the experts of these ranks, ascending: their order is the numbering inside the host."""
-    return tuple(e for e, owner in enumerate(spec.placement) if owner in ranks)
-
-
-def spec_of_host(spec: ExchangeSpec, ranks: range) -> ExchangeSpec:
-    """The exchange of one host's ranks, counted from 0, with their experts alone.
-
-    A spec needs an expert, so a host without experts gets one that receives no tokens.
-    """
-    owners = tuple(spec.placement[e] - ranks.start for e in experts_of(spec, ranks))
-    return replace(spec, rank=spec.rank - ranks.start, num_ranks=len(ranks), placement=owners or (0,))
+from ep_server.exchange.spec import experts_of
 
 
 class IdSplit:

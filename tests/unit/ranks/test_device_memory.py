@@ -51,5 +51,5 @@ def test_a_rank_opens_its_end_as_the_setting_says(
     monkeypatch.setattr(link, "FabricLink", opened)
     spec = plan_group(config).exchange
     with pytest.raises(StartupError, match="enough"):
-        open_exchange(pb.Start(rank=0, threads=1), config, spec, Opening(print, print), torch.device(device))
+        open_exchange(pb.Start(rank=0, threads=1, exchange_fd=-1), config, spec, Opening(print, print), torch.device(device))
     assert chosen == seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -41,8 +42,31 @@ def test_ranks_of_several_hosts(hosts: tuple[int, ...], program: str) -> None:
     assert not failures, "\n".join(failures)
 
 
+def other_hosts_on_one_rank(group: dist.ProcessGroup) -> None:
+    """And a network that cannot be opened: nothing stays behind."""
+    user = NormalUser(group, network=deep_ep.Network((0, group.rank())))
+    mine = user.everyone("uniform", 1)[user.rank]
+    with pytest.raises(InvalidArgument, match="the same on all ranks") as caught:
+        user.buffer.dispatch(user.rows(mine, "bf16"), **user.layout(mine))
+    assert caught.value.field == "hosts"
+    network, left = deep_ep.Network((0, 1), loopback(queue_depth=4)), list[int]()
+    user = NormalUser(group, network=network)
+    for _ in range(3):
+        with pytest.raises(InvalidArgument) as caught:
+            user.buffer.dispatch(user.rows(mine, "bf16"), **user.layout(mine))
+        assert caught.value.field == "queue_depth"
+        left.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert left[1] == left[2], left
+
+
+def test_ranks_that_disagree_are_told_so() -> None:
+    needs("system")
+    run_group(other_hosts_on_one_rank, 2)
+
+
 def wrong_hosts(group: dist.ProcessGroup) -> None:
-    for hosts, said in {(0, 1, 1): "one number per rank: 2", (0, 70_000): "65535"}.items():
+    many = "one number per rank: 2"
+    for hosts, said in {(0, 0, 0): many, (0, 1, 1): many, (0, 70_000): "65535"}.items():
         user = NormalUser(group, network=deep_ep.Network(hosts))
         mine = user.everyone("uniform", 1)[user.rank]
         with pytest.raises(InvalidArgument, match=said) as caught:

@@ -13,11 +13,9 @@ from ep_server.exchange.fabric.host_staging import ReceivedRows
 from ep_server.exchange.hierarchical.host_part import (
     IdSplit,
     InterTables,
-    experts_of,
     join,
-    spec_of_host,
 )
-from ep_server.exchange.segment import ranks_of_host
+from ep_server.exchange.spec import experts_of, ranks_of_host, spec_of_host
 
 CPU = torch.device("cpu")
 PLACEMENT = (3, 0, 1, 2, 1, 4, 2, 0)

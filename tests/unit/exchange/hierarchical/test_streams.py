@@ -22,9 +22,9 @@ from ep_server.exchange.fabric.copies import CudaCopies
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.host_staging import Outgoing
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
-from ep_server.exchange.hierarchical.host_part import spec_of_host
 from ep_server.exchange.host import HostExchange, open_shm
 from ep_server.exchange.segment import create_segment
+from ep_server.exchange.spec import spec_of_host
 from tests.support.exchange.single import make_single
 from tests.support.fabric.stream_programs import (
     LEFT_OUT,
