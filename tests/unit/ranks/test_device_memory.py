@@ -10,7 +10,7 @@ import torch
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.fabric import gpu_direct, link
 from ep_server.ranks.exchanges import Opening, open_exchange
-from ep_server.ranks.group import plan_group
+from ep_server.ranks.group import gpu_exchange, plan_group
 from ep_server.v1 import rank_pb2 as pb
 from tests.support.models.checkpoints import Tiny
 from tests.support.ranks.rank_group import rank_config
@@ -50,6 +50,17 @@ def test_a_rank_opens_its_end_as_the_setting_says(
     monkeypatch.setattr(gpu_direct, "rows_on_device", rows_on_device)
     monkeypatch.setattr(link, "FabricLink", opened)
     spec = plan_group(config).exchange
+    start = pb.Start(rank=0, threads=1, exchange_fd=-1)
     with pytest.raises(StartupError, match="enough"):
-        open_exchange(pb.Start(rank=0, threads=1, exchange_fd=-1), config, spec, Opening(print, print), torch.device(device))
+        open_exchange(start, config, spec, Opening(print, print), torch.device(device))
     assert chosen == seen
+
+
+@pytest.mark.parametrize(("mode", "heap"), [("auto", True), ("low_latency", False)])
+def test_memory_of_many_rows_is_known_between_hosts(tiny: Tiny, mode: str, heap: bool) -> None:
+    """Of the ranks of one host: the others' rows come through host memory."""
+    settings = {**GPUS, "exchange__between_nodes": "hierarchical", "exchange__mode": mode}
+    config = rank_config(tiny.path, 2, **settings)
+    found = gpu_exchange(config, plan_group(config).exchange)
+    assert found is not None
+    assert (found.heap > 0, found.step > 0) == (heap, heap)
