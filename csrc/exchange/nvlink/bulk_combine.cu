@@ -289,7 +289,7 @@ __device__ __forceinline__ void sum_weights(const Device& g, const BulkCombineAr
 __device__ __forceinline__ void sum_tokens(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
                                            uint32_t begin, uint32_t first, uint32_t step) {
   const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
-  const BulkPeer own = o.peers[g.rank];
+  const BulkPeer& own = o.peers[g.rank];
   const auto find = [&](uint32_t token) {
     return lane < ranks && token < a.tokens ? a.places[uint64_t(token) * ranks + lane] : -1;
   };
