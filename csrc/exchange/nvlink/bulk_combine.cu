@@ -79,7 +79,8 @@ struct Returned {
 };
 
 // What a block has taken. It takes more when it is ready for it, because multiprocessors differ in what the
-// link takes from them, by a half. Its warps take pieces. In shared memory.
+// link takes from them, by a half. Its warps take pieces. Waits here have no deadline: what they wait for is
+// done by warps of the same block, none of which waits for another rank. In shared memory.
 struct Taken {
   static constexpr uint32_t kAhead = 2;   // takes of this block that are known before their pieces are taken
   static constexpr uint32_t kKnown = 16;  // takes whose numbers are kept

@@ -167,8 +167,8 @@ class Sessions:
         if session is None:
             if device != CPU and self._options.heap_bytes <= 0:
                 raise InvalidArgument("num_nvl_bytes", self._options.heap_bytes, "memory for received rows")
+            options = self._options
             try:
-                options = self._options
                 exchange = bulk_from_process_group(
                     self._group, device, options.timeout_ns, options.heap_bytes, options.network
                 )
