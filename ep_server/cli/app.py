@@ -129,11 +129,11 @@ def warn_if_made_up(model: ModelConfig) -> None:
 def warn_if_prompts_are_slow(config: Config) -> None:
     """Warns if the sizes leave no room for a captured step with a prompt."""
     sizes, parallel = config.scheduler, config.parallel
-    if parallel.device == "cuda" and parallel.graphs and sizes.max_step_tokens <= sizes.max_running:
+    if parallel.device == "cuda" and parallel.graphs and config.step_tokens <= sizes.max_running:
         log.warning(
             "scheduler.max_step_tokens = %d is not above scheduler.max_running = %d: steps with prompts run "
             "without CUDA graphs and take longer",
-            sizes.max_step_tokens,
+            config.step_tokens,
             sizes.max_running,
         )
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_server.cli import options
-from ep_server.config import Config
+from ep_server.config import STEP_TOKENS, Config
 from ep_server.errors import ConfigError
 from ep_server.exchange.segment import available_memory
 from ep_server.models.families import ModelSpec, read_spec
@@ -94,7 +94,8 @@ def command(
     """
     if not plan:
         options.refuse_panels(invoked, {FOR_PLAN: "with --plan"})
-    if kv_fraction is None and plan and device != "cpu":
+    for_gpus = plan and device != "cpu"
+    if kv_fraction is None and for_gpus:
         kv_fraction = GPU_KV_FRACTION
     directory = str(Path(checkpoint).parent) if Path(checkpoint).name == "config.json" else checkpoint
     flags = {
@@ -105,6 +106,9 @@ def command(
         "scheduler.kv_fraction": kv_fraction,
     }
     config, console = Config.load(config_file, flags), Console()
+    if for_gpus:  # the plan divides their memory as that of a host, for steps as long as theirs
+        most = config.scheduler.max_step_tokens or STEP_TOKENS["cuda"]
+        config = Config.from_values(config.values() | {"scheduler.max_step_tokens": most})
     if plan:
         asked = PlanOptions(device, ranks, memory_gib, bandwidth, link, tokens, context)
         _show_plan(console, config, read_spec(directory), asked)
@@ -182,7 +186,7 @@ def _show_plan(console: Console, config: Config, spec: ModelSpec, options: PlanO
     """Prints the plan. Raises: ConfigError; StartupError if the model does not fit."""
     limit = context_limit(spec, config.model.max_context)
     for name, value, most, field in (
-        ("--tokens", options.tokens, config.scheduler.max_step_tokens, "scheduler.max_step_tokens"),
+        ("--tokens", options.tokens, config.step_tokens, "scheduler.max_step_tokens"),
         ("--context", options.context, limit, "the model's longest context or model.max_context"),
     ):
         if not 1 <= value <= most:

@@ -108,15 +108,12 @@ class Config:
             sections[section][item.name] = _convert(name, item, value)
         config = Config(**{name: cls(**sections[name]) for name, cls in _sections().items()})
         config.validate()
-        return config._with_step_tokens()
+        return config
 
-    def _with_step_tokens(self) -> Config:
-        """The same with the number that scheduler.max_step_tokens = 0 stands for."""
-        if self.scheduler.max_step_tokens:
-            return self
-        tokens = STEP_TOKENS[self.parallel.device]
-        scheduler = dataclasses.replace(self.scheduler, max_step_tokens=tokens)
-        return dataclasses.replace(self, scheduler=scheduler)
+    @property
+    def step_tokens(self) -> int:
+        """scheduler.max_step_tokens, or what 0 stands for."""
+        return self.scheduler.max_step_tokens or STEP_TOKENS[self.parallel.device]
 
     def validate(self) -> None:
         """Raises ConfigError for the first field that is out of range."""

@@ -121,7 +121,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             max_context=engine.max_context,
             max_running=scheduler.max_running * (len(engine.ready) or engine.num_ranks),
             max_queue=scheduler.max_queue,
-            max_step_tokens=scheduler.max_step_tokens,
+            max_step_tokens=self._config.step_tokens,
             kv_block_size=scheduler.block_size,
             kv_blocks=sum(ready.kv_blocks for ready in engine.ready),
             weights_version=engine.weights.version,

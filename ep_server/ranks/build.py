@@ -261,7 +261,7 @@ def _limits(config: Config, model: RankModel, built: Built, ahead: int) -> Sched
     budget = config.scheduler.itl_budget_ms
     return SchedulerLimits(
         max_running=config.scheduler.max_running,
-        max_step_tokens=config.scheduler.max_step_tokens,
+        max_step_tokens=config.step_tokens,
         block_size=config.scheduler.block_size,
         kv_blocks=built.kv_blocks,
         # Experts drawn at random differ between requests, so keys and values of equal prefixes differ too.

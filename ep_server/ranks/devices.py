@@ -150,7 +150,7 @@ class CudaDevice:
             kv_blocks=scheduler.kv_blocks,
             block_size=scheduler.block_size,
             max_running=scheduler.max_running,
-            max_step_tokens=scheduler.max_step_tokens,
+            max_step_tokens=self._config.step_tokens,
             useful_blocks=useful_blocks(scheduler, longest),
             graphs=self._config.parallel.graphs
             and (exchange.capabilities.graph_safe or exchange.spec.local_only),

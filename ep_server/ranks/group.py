@@ -353,7 +353,7 @@ def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
         rank=rank,
         num_ranks=ranks,
         placement=tuple(p // slots for p in range(ranks * slots)) if slots else place_experts(experts, ranks),
-        max_tokens=config.scheduler.max_step_tokens,
+        max_tokens=config.step_tokens,
         hidden=spec.hidden,
         top_k=spec.router.top_k,
         payload=auto if settings.payload == "auto" else Payload(settings.payload),

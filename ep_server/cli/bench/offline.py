@@ -77,7 +77,7 @@ def prepared(config: Config, plan: Plan) -> Config:
         # One more for each sequence: a step may be planned before the end of a sequence is known.
         "scheduler.kv_blocks": scheduler.kv_blocks or blocks + most,
         "scheduler.max_running": max(scheduler.max_running, most),
-        "scheduler.max_step_tokens": max(scheduler.max_step_tokens, most),
+        "scheduler.max_step_tokens": max(config.step_tokens, most),
         "scheduler.max_queue": max(scheduler.max_queue, total),
         "grpc.max_streams": max(config.grpc.max_streams, total),
         "grpc.stream_buffer": max(config.grpc.stream_buffer, plan.new_tokens),

@@ -162,7 +162,7 @@ def prepared(config: Config, load: Load) -> Config:
         "grpc.max_streams": max(config.grpc.max_streams, streams),
         "scheduler.max_queue": max(scheduler.max_queue, streams),
         "scheduler.max_running": max(scheduler.max_running, running),
-        "scheduler.max_step_tokens": max(scheduler.max_step_tokens, running),
+        "scheduler.max_step_tokens": max(config.step_tokens, running),
     }
     if config.parallel.device == "cuda":
         given["metrics.device_phases"] = config.metrics.device_phases or TIMED_EVERY

@@ -52,7 +52,7 @@ class Interpreted:
             blocks,
             scheduler.block_size,
             scheduler.max_running,
-            scheduler.max_step_tokens,
+            self._config.step_tokens,
             blocks,
             graphs=self.graphs and self._config.parallel.graphs,
             overlap=mode,

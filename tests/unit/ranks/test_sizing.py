@@ -187,6 +187,7 @@ def test_the_command(
     for flags, words in (
         (("--device", "h300"), "--device = 'h300': must be one of cpu, h100, h200"),
         (("--tokens", "257"), "--tokens = 257: must be 1 to 256, scheduler.max_step_tokens"),
+        (("--device", "h100", "--tokens", "8193"), "--tokens = 8193: must be 1 to 8192, scheduler"),
         (("--context", "2049"), "--context = 2049: must be 1 to 2048"),
         (("--device", "h100", "--memory-gib", "0.1"), "the model does not fit"),
     ):
