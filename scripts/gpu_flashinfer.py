@@ -3,7 +3,7 @@
     python3 scripts/gpu_flashinfer.py FILE.tar.gz PYTHON_VERSION
 
 Needs a network and nvcc, no GPU. What is not in MODULES cannot run there: the sources are large and stay
-behind. FlashInfer loads a compiled module from flashinfer/data/aot before it looks for sources.
+behind, but for KEPT. FlashInfer loads a compiled module from flashinfer/data/aot before it compiles one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ PACKAGES = ["flashinfer-python", "apache-tvm-ffi"]
 IMPORTED = (
     "einops requests urllib3 certifi idna charset-normalizer tabulate tqdm packaging nvidia-ml-py ninja"
 )
-# Block size, head dim, query heads of a KV head, with a window.
+HEADERS = "nvidia-curand"  # of CUDA 13, which FA3 includes; a small toolkit lacks them
+# Modules, as Python with a name for each type.
+# XQA: block size, head dim, query heads of a KV head, with a window.
 MODULES = [
-    (16, 128, 8, False),  # Qwen3-30B-A3B
-    (16, 128, 8, True),
-    (16, 128, 4, False),  # Mixtral 8x7B
-    (16, 16, 2, False),  # the smallest checkpoint of the tests
+    "xqa.gen_xqa_module(bf16, bf16, 16, 128, 8, False, bf16)",  # Qwen3-30B-A3B
+    "xqa.gen_xqa_module(bf16, bf16, 16, 128, 8, True, bf16)",
+    "xqa.gen_xqa_module(bf16, bf16, 16, 128, 4, False, bf16)",  # Mixtral 8x7B
+    "xqa.gen_xqa_module(bf16, bf16, 16, 16, 2, False, bf16)",  # the smallest checkpoint of the tests
+    # benchmarks/gpu_chunk_attention.py: head dims 128, no rotation, window or cap
+    "attention.gen_batch_prefill_module('fa3', bf16, bf16, bf16, int32, 128, 128, 0, False, False, False)",
 ]
+KEPT = "batch_prefill*sm90*"  # templates that FlashInfer fills in before it looks for that module
 BUILD = """
-import sys, torch
-from flashinfer.jit.xqa import gen_xqa_module
-bf16 = torch.bfloat16
-spec = gen_xqa_module(bf16, bf16, *map(int, sys.argv[1:4]), sys.argv[4] == "True", bf16)
+import sys
+from flashinfer.jit import attention, xqa
+from torch import bfloat16 as bf16, int32
+spec = eval(sys.argv[1])
 spec.build(verbose=False)
 print(spec.jit_library_path)
 """
@@ -48,7 +53,7 @@ def install(target: Path, packages: list[str], *more: str) -> None:
 
 def compiled(scratch: Path) -> list[Path]:
     """Shared objects of all MODULES, for compute capability 9.0."""
-    install(scratch / "site", [*PACKAGES, *IMPORTED.split()])
+    install(scratch / "site", [*PACKAGES, *IMPORTED.split(), HEADERS])
     stub = scratch / "libcuda.so"  # the linker wants one; the driver's is found where the module runs
     subprocess.run(
         ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(stub), "-x", "c", os.devnull], check=True
@@ -59,12 +64,13 @@ def compiled(scratch: Path) -> list[Path]:
         "PATH": f"{scratch}/site/bin{os.pathsep}{os.environ['PATH']}",
         "CUDA_HOME": home,
         "LIBRARY_PATH": str(scratch),
+        "CPATH": f"{scratch}/site/nvidia/cu13/include",
         "FLASHINFER_WORKSPACE_BASE": str(scratch),
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
     }
     made = []
     for module in MODULES:
-        command = [sys.executable, "-c", BUILD, *map(str, module)]
+        command = [sys.executable, "-c", BUILD, module]
         ran = subprocess.run(
             command, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True
         )
@@ -77,7 +83,11 @@ def fill(folder: Path, python: str, scratch: Path) -> None:
     binary = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     install(folder, PACKAGES, *binary, *(word for name in PLATFORMS for word in ("--platform", name)))
     data = folder / "flashinfer" / "data"
+    kept = {file.name: file.read_bytes() for file in (data / "csrc").glob(KEPT)}
     shutil.rmtree(data)
+    (data / "csrc").mkdir(parents=True)
+    for name, content in kept.items():
+        (data / "csrc" / name).write_bytes(content)
     for module in compiled(scratch):
         place = data / "aot" / module.stem
         place.mkdir(parents=True)

@@ -42,15 +42,13 @@ def test_program(num_ranks: int, program: str) -> None:
     run_group(getattr(gpu_normal, program), num_ranks, timeout=240)
 
 
-@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1, 1)])
-def test_ranks_of_several_hosts(hosts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("num_ranks", "hosts"), [(2, (0, 1)), (4, (0, 0, 1, 1))])
+def test_ranks_of_several_hosts(num_ranks: int, hosts: tuple[int, ...]) -> None:
     """The loopback between what counts as hosts."""
-    if torch.cuda.device_count() < len(hosts):
-        pytest.skip("needs a GPU for every rank")
     library = next((name for name in ("wheel", "system") if not usable(name)), "system")
     needs(library)
     args = ("cuda", deep_ep.Network(hosts, loopback(library)))
-    by_rank = run_group(normal_programs.run_programs, len(hosts), args=args, timeout=240)
+    by_rank = run_group(normal_programs.run_programs, num_ranks, args=args, timeout=240)
     failures = [f"{name}: {text}" for answers in by_rank for name, text in answers.items() if text]
     assert not failures, "\n".join(failures)
 
