@@ -108,8 +108,7 @@ class GpuDecoder:
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
-        ours = isinstance(attention, GqaSpec) or copies is not None
-        self._scratch = prefill_scratch(device) if ours else None
+        self._scratch = prefill_scratch(device)
         self._widened: WidenedPrefill | None = None
         self._expanded: ExpandedPrefill | None = None
         if isinstance(copies, Expansion):

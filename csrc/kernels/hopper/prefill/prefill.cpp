@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <string>
 
 #include "exchange/nvlink/device_guard.hpp"
@@ -33,6 +34,11 @@ hopper::Boxes<4> rotary_boxes_of(const Shape& shape, uint32_t piece) {
   return {shape.rotary, {kRotary, shape.positions, 1, 1}, {kRow, kRow, kRow}, {kRotary, piece, 1, 1}};
 }
 
+uint64_t parts_bytes(int device) {
+  const uint64_t units = uint64_t(kMostUnits) * hopper::attribute(cudaDevAttrMultiProcessorCount, device);
+  return units * 2 * kPartFloats * sizeof(float);
+}
+
 }  // namespace
 
 Prefill::Prefill(int device, const Shape& cache, float scale, void* scratch)
@@ -56,14 +62,11 @@ Prefill::Prefill(int device, const Shape& cache, float scale, void* scratch)
   params_.piece_shift = uint32_t(std::countr_zero(piece));
   params_.scale = scale * 1.4426950408889634f;
   multiprocessors_ = hopper::attribute(cudaDevAttrMultiProcessorCount, device);
-  params_.most_parts = scratch == nullptr ? 1 : kMostParts;
   params_.parts = static_cast<float*>(scratch);
+  params_.taken = reinterpret_cast<uint32_t*>(static_cast<std::byte*>(scratch) + parts_bytes(device));
 }
 
-uint64_t Prefill::scratch_bytes(int device) {
-  const uint64_t units = uint64_t(kMostUnits) * hopper::attribute(cudaDevAttrMultiProcessorCount, device);
-  return units * 2 * kPartFloats * sizeof(float);
-}
+uint64_t Prefill::scratch_bytes(int device) { return parts_bytes(device) + kCounterBytes; }
 
 void Prefill::run(cudaStream_t stream, const Work& work) const {
   if (work.tokens == 0 || work.sequences == 0) return;
@@ -76,10 +79,10 @@ void Prefill::run(cudaStream_t stream, const Work& work) const {
                                                              {kSlice, params.group, 1, params.tile_tokens}});
   const uint64_t chunks = std::min(work.sequences, work.tokens);
   const uint64_t tiles = (work.tokens / params.tile_tokens + chunks) * params.kv_heads;  // at most
-  params.blocks = uint32_t(std::min<uint64_t>(tiles * params.most_parts, multiprocessors_));
+  params.blocks = uint32_t(std::min<uint64_t>(tiles * kMostParts, multiprocessors_));
   const cuda::OnDevice here(device_);
   check(start(stream, latent_, params), "prefill");
-  if (params.most_parts > 1) check(start_join(stream, tiles, params), "join of prefill's parts");
+  check(start_join(stream, tiles, params), "join of prefill's parts");
 }
 
 }  // namespace ep::prefill

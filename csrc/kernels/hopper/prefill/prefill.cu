@@ -1,7 +1,8 @@
-// Attention of prompt chunks. One block per multiprocessor walks through tiles of 128 (token, query head)
-// rows. Two warps request queries, and tiles of keys and values from the last position to the first; two
-// warpgroups multiply 64 rows each. A warpgroup begins the scores of a tile and the sums of the
-// one before, lets the other warpgroup begin its own, and computes the softmax of the scores meanwhile.
+// Attention of prompt chunks. One block per multiprocessor processes one tile of 128 (token, query head) rows
+// after another, as one of its warps takes them. Two warps request queries, and tiles of keys and values from
+// the last position to the first; two warpgroups multiply 64 rows each. A warpgroup begins the scores of a
+// tile and the sums of the one before, lets the other warpgroup begin its own, and computes the softmax of
+// the scores meanwhile.
 //
 // Blocks that process parts of a context leave maxima, totals and sums in scratch memory for join.cu.
 //
@@ -13,7 +14,7 @@
 namespace ep::prefill {
 namespace {
 
-constexpr uint32_t kThreads = (1 + kWarpgroups) * 128, kWarps = kWarpgroups * 4;
+constexpr uint32_t kThreads = (1 + kWarpgroups) * 128, kWarps = kWarpgroups * 4, kLoaders = 2;
 constexpr uint32_t kLoaderRegisters = 24, kRegisters = 240;
 // Otherwise the multiplying warps would wait for ever.
 static_assert(128 * (kLoaderRegisters + kWarpgroups * kRegisters) <=
@@ -80,10 +81,10 @@ class Loader {
 
 template <Form F>
 __device__ inline void load_queries_and_keys(const Params& p, Shared<F>& s, uint32_t lane) {
-  Agenda agenda(p, lane);
+  Reader reader(s.board, lane);
   Place place;
   Item item;
-  for (uint32_t n = 0; agenda.next(item); ++n) {
+  for (uint32_t n = 0; reader.next(item); ++n) {
     Loader<F, F::kSlices> loader(p, &p.k, item, lane);
     await_phase(&s.q_empty, ~n & 1);
     if (lane == 0) {
@@ -98,10 +99,10 @@ __device__ inline void load_queries_and_keys(const Params& p, Shared<F>& s, uint
 
 template <Form F>
 __device__ inline void load_values(const Params& p, Shared<F>& s, uint32_t lane) {
-  Agenda agenda(p, lane);
+  Reader reader(s.board, lane);
   Place place;
   Item item;
-  while (agenda.next(item)) Loader<F, 2>(p, &p.v, item, lane).load(s.v, s.of_v, place);
+  while (reader.next(item)) Loader<F, 2>(p, &p.v, item, lane).load(s.v, s.of_v, place);
 }
 
 // Lets one warpgroup at a time begin products.
@@ -124,9 +125,9 @@ class Multiplier {
       : p_(p), s_(s), group_(group), lane_(threadIdx.x % 32), thread_(threadIdx.x % 128) {}
 
   __device__ void run() {
-    Agenda agenda(p_, lane_);
+    Reader reader(s_.board, lane_);
     const Turn turn(group_);
-    for (uint32_t n = 0; agenda.next(item_); ++n) {
+    for (uint32_t n = 0; reader.next(item_); ++n) {
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h)
         position_[h] = int32_t(item_.position + row_in_tile(group_, thread_, h) / p_.group);
@@ -148,7 +149,6 @@ class Multiplier {
         soft_.fade_sums();
         soft_.round_weights();
       }
-      if (lane_ == 0) arrive(&s_.q_empty);
       begin_sums(item_.first);
       await_sums();
       if (item_.parts == 1)
@@ -178,6 +178,7 @@ class Multiplier {
     await_products<kPending>();
     pin(soft_.scores);
     if (lane_ == 0) arrive(&s_.of_k.empty[k_.stage]);
+    if (lane_ == 0 && tile == item_.first) arrive(&s_.q_empty);
     k_.next(F::kStages);
     const int32_t first = int32_t(tile * kPositions);
     if (first + int32_t(kPositions) > int32_t(item_.position) + 1)
@@ -258,6 +259,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     fetch_map(&p.q), fetch_map(&p.k), fetch_map(&p.v);
     if constexpr (F::kSlices > 2) fetch_map(&p.rotary);
     init_barrier(&s.q_full, 1), init_barrier(&s.q_empty, kWarps);
+    init_barrier(&s.board.full, 1), init_barrier(&s.board.empty, kWarps + kLoaders);
     for (Ring<F>* ring : {&s.of_k, &s.of_v}) {
       for (uint32_t i = 0; i < F::kStages; ++i) {
         init_barrier(&ring->full[i], 1);
@@ -273,6 +275,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     leave_registers<kLoaderRegisters>();
     if (warp == 0) load_queries_and_keys(p, s, threadIdx.x % 32);
     if (warp == 1) load_values(p, s, threadIdx.x % 32);
+    if (warp == 2) post_items(p, s.board, threadIdx.x % 32);
   } else {
     take_registers<kRegisters>();
     Multiplier<F>(p, s, warp / 4 - 1).run();

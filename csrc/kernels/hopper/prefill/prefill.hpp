@@ -21,6 +21,7 @@ inline constexpr uint32_t kMostUnits = 3;          // parts of all tiles togethe
 // What a part leaves in scratch memory for each of its two warpgroups: 64 sums, two maxima and two totals of
 // 128 threads.
 inline constexpr uint64_t kPartFloats = 128 * (64 + 4);
+inline constexpr uint64_t kCounterBytes = 128;  // behind the parts
 
 // One layer's cache in bfloat16, and its head counts. Two forms:
 //   plain, rotary null:  k, v [positions, kv_heads, kDim]
@@ -54,10 +55,10 @@ struct Params {
   uint32_t kv_heads, group;
   uint32_t tile_tokens;               // tokens of a tile of rows
   uint32_t block_shift, piece_shift;  // log2 of positions of a block, and of what one copy reads of it
-  uint32_t most_parts;                // that the context of a tile of rows may be cut into
   uint32_t blocks;                    // of the launch
   float scale;                        // of the scores, in units of log2
   float* parts;
+  uint32_t* taken;     // parts that blocks have taken; 0 between launches
   CUtensorMap rotary;  // in the latent form
 };
 
@@ -65,9 +66,9 @@ struct Params {
 // scratch must follow each other in a stream or by events.
 class Prefill {
  public:
-  // Does not own memory. scale: of the scores. scratch: scratch_bytes(); several layers may share it. Null:
-  // contexts are not cut into parts. Throws std::invalid_argument for unsupported sizes, std::runtime_error
-  // for errors of CUDA.
+  // Does not own memory. scale: of the scores. scratch: scratch_bytes(), of which the last kCounterBytes are
+  // 0 at first; several layers may share it. Throws std::invalid_argument for unsupported sizes,
+  // std::runtime_error for errors of CUDA.
   Prefill(int device, const Shape& cache, float scale, void* scratch);
 
   static uint64_t scratch_bytes(int device);

@@ -34,14 +34,6 @@ struct Ring {
   uint64_t full[F::kStages], empty[F::kStages];
 };
 
-template <Form F>
-struct Shared {
-  static constexpr uint32_t kKeyBytes = F::kSlices * kSliceBytes;  // of a tile of queries or of keys
-  std::byte q[kKeyBytes], k[F::kStages][kKeyBytes], v[F::kStages][kTileBytes];
-  uint64_t q_full, q_empty;
-  Ring<F> of_k, of_v;
-};
-
 // A tile of rows: tokens of one chunk for all query heads of one KV head.
 struct Rows {
   uint32_t sequence, head;  // head: of keys
@@ -54,6 +46,21 @@ struct Rows {
 // A part of the positions that a tile of rows sees.
 struct Item : Rows {
   uint32_t first, tiles;  // tiles of positions: from `first` to `tiles` - 1
+};
+
+// What a block does next. full: an item is posted. empty: every warp that needs it has read it.
+struct Board {
+  Item item;  // without tiles if there are no more
+  uint64_t full, empty;
+};
+
+template <Form F>
+struct Shared {
+  static constexpr uint32_t kKeyBytes = F::kSlices * kSliceBytes;  // of a tile of queries or of keys
+  std::byte q[kKeyBytes], k[F::kStages][kKeyBytes], v[F::kStages][kTileBytes];
+  uint64_t q_full, q_empty;
+  Ring<F> of_k, of_v;
+  Board board;
 };
 
 // The tiles of rows of a launch, and the parts of their contexts: where there are few tiles of rows, contexts
@@ -105,7 +112,7 @@ class Plan {
   // takes about as long as a tile of positions, and so does the kernel that joins them.
   __device__ uint32_t best_split(uint32_t tiles) const {
     const uint32_t parts = lane_ + 1, units = total_ * parts;
-    const bool may = parts <= min(p_.most_parts, tiles) && units <= kMostUnits * p_.blocks;
+    const bool may = parts <= min(kMostParts, tiles) && units <= kMostUnits * p_.blocks;
     const uint32_t rounds = (units + p_.blocks - 1) / p_.blocks, each = (tiles + parts - 1) / parts;
     uint32_t cost = parts == 1 ? rounds * each : rounds * (each + 1) + 1;
     if (parts != 1 && !may) cost = ~0u >> 5;
@@ -133,31 +140,54 @@ class Plan {
   uint32_t lane_, total_ = 0, split_ = 1;
 };
 
-// The items of a block. All warps of a block walk through the same ones. Long items come first, and rounds
-// alternate in direction, so blocks finish at about the same time.
-class Agenda {
- public:
-  __device__ Agenda(const Params& p, uint32_t lane) : plan_(p, lane) {}
+// Takes a block's next item from a counter that all blocks of the launch share, so they finish at about the
+// same time. Long contexts come first. All 32 threads of a warp call it. Returns: false if there are no more.
+__device__ inline bool take(const Params& p, const Plan& plan, uint32_t lane, Item& to) {
+  const uint32_t split = plan.split(), units = plan.total() * split;
+  for (;;) {
+    uint32_t unit = 0;
+    // Each block takes in vain once. The last of them returns the counter to 0, for the next launch.
+    if (lane == 0) unit = atomicInc(p.taken, units + gridDim.x - 1);
+    unit = __shfl_sync(~0u, unit, 0);
+    if (unit >= units) return false;
+    plan.find(unit / split, to);
+    const uint32_t all = (to.last + kPositions - 1) / kPositions, part = unit - to.unit;
+    if (part >= to.parts) continue;  // a short context
+    to.unit = unit;
+    to.first = all * part / to.parts, to.tiles = all * (part + 1) / to.parts;
+    return true;
+  }
+}
 
-  // The next item of this block. Returns: false if there is none.
+// Takes items until there are no more, and posts each for the other warps.
+__device__ inline void post_items(const Params& p, Board& board, uint32_t lane) {
+  const Plan plan(p, lane);
+  bool more = true;
+  for (uint32_t n = 0; more; ++n) {
+    await_phase(&board.empty, ~n & 1);  // not sooner: other blocks may have time for the last items
+    Item item{};
+    more = take(p, plan, lane, item);
+    if (lane == 0) board.item = item, arrive(&board.full);
+  }
+}
+
+// Reads what post_items() posts.
+class Reader {
+ public:
+  __device__ Reader(Board& board, uint32_t lane) : board_(board), lane_(lane) {}
+
+  // Copies the next item. All 32 threads of a warp call it. Returns: false if there are no more.
   __device__ bool next(Item& to) {
-    for (;;) {
-      const uint32_t in_round = round_ % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-      const uint32_t unit = round_ * gridDim.x + in_round, split = plan_.split();
-      if (unit >= plan_.total() * split) return false;
-      ++round_;
-      plan_.find(unit / split, to);
-      const uint32_t all = (to.last + kPositions - 1) / kPositions, part = unit - to.unit;
-      if (part >= to.parts) continue;  // a short context
-      to.unit = unit;
-      to.first = all * part / to.parts, to.tiles = all * (part + 1) / to.parts;
-      return true;
-    }
+    await_phase(&board_.full, number_++ & 1);
+    to = board_.item;
+    __syncwarp();
+    if (lane_ == 0) arrive(&board_.empty);
+    return to.tiles != 0;
   }
 
  private:
-  Plan plan_;
-  uint32_t round_ = 0;
+  Board& board_;
+  uint32_t lane_, number_ = 0;
 };
 
 }  // namespace ep::prefill

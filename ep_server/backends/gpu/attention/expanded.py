@@ -20,7 +20,7 @@ class ExpandedPrefill:
     """
 
     def __init__(
-        self, rule: Expansion, dtype: torch.dtype, device: torch.device, scratch: torch.Tensor | None
+        self, rule: Expansion, dtype: torch.dtype, device: torch.device, scratch: torch.Tensor
     ) -> None:
         spec, positions = rule.spec, rule.blocks * TILE
         shapes = (rule.heads, positions, spec.nope_dim), (rule.heads, positions, spec.v_dim)

@@ -22,9 +22,7 @@ class WidenedPrefill:
         scratch: of prefill_scratch(). Raises: InternalError for a shape without a Hopper kernel.
     """
 
-    def __init__(
-        self, spec: GqaSpec, rule: Widening, device: torch.device, scratch: torch.Tensor | None
-    ) -> None:
+    def __init__(self, spec: GqaSpec, rule: Widening, device: torch.device, scratch: torch.Tensor) -> None:
         shape = (rule.blocks, rule.block_size, spec.kv_heads, spec.head_dim)
         k, v = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in "kv")
         self._copy = KvLayer(k, v, spec.head_dim)

@@ -36,7 +36,7 @@ class Wide:
 
     runs = 0
 
-    def __init__(self, kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor | None) -> None:
+    def __init__(self, kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor) -> None:
         self._layer, self._scale = kv.layer, spec.scale
         for each in (kv.layer.k, kv.layer.v):
             assert each is not None

@@ -28,12 +28,11 @@ class HopperPrefill:
 
     Args:
         kv, spec: as prefill_obstacle() says.
-        scratch: of prefill_scratch(), which launches in one stream may share. With it, several blocks share
-            the context of a chunk if there are few tiles of rows; None = one block reads all of it.
+        scratch: of prefill_scratch(), which launches in one stream may share.
     Raises: InternalError for another shape, dtype or layout.
     """
 
-    def __init__(self, kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor | None = None) -> None:
+    def __init__(self, kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor) -> None:
         k, v, obstacle = kv.layer.k, kv.layer.v, prefill_obstacle(spec, kv.block_size)
         if v is None or obstacle:
             raise InternalError(f"prefill for Hopper: {obstacle or 'the cache has no v'}")
@@ -41,8 +40,7 @@ class HopperPrefill:
             expect(name, each, torch.bfloat16, (len(k), kv.block_size, spec.kv_heads, _DIM))
             if each.device != k.device or each.data_ptr() % _PIECE:
                 raise InternalError(f"{name}: on {each.device}, must be 16-byte aligned on {k.device}")
-        if scratch is not None:
-            expect("scratch", scratch, torch.uint8, (native().Prefill.scratch_bytes(device=k.device.index),))
+        expect("scratch", scratch, torch.uint8, (native().Prefill.scratch_bytes(device=k.device.index),))
         self._spec, self._held = spec, (k, v, scratch)
         self._native: Any = native().Prefill(
             device=k.device.index,
@@ -54,7 +52,7 @@ class HopperPrefill:
             group=spec.heads // spec.kv_heads,
             block_size=kv.block_size,
             scale=spec.scale,
-            scratch=0 if scratch is None else scratch.data_ptr(),
+            scratch=scratch.data_ptr(),
         )
 
     def run(
@@ -86,7 +84,7 @@ class HopperLatentPrefill:
     Raises: InternalError for another shape, dtype or layout.
     """
 
-    def __init__(self, kv: ExpandedKv, scale: float, scratch: torch.Tensor | None = None) -> None:
+    def __init__(self, kv: ExpandedKv, scale: float, scratch: torch.Tensor) -> None:
         self._heads, positions = len(kv.k), len(kv.rope)
         for name, each in (("expanded k", kv.k), ("expanded v", kv.v)):
             expect(name, each, torch.bfloat16, (self._heads, positions, _DIM))
@@ -94,9 +92,8 @@ class HopperLatentPrefill:
         for name, each in (("expanded k", kv.k), ("expanded v", kv.v), ("expanded rope", kv.rope)):
             if each.device != kv.k.device or each.data_ptr() % _PIECE:
                 raise InternalError(f"{name}: on {each.device}, must be 16-byte aligned on {kv.k.device}")
-        if scratch is not None:
-            size = native().Prefill.scratch_bytes(device=kv.k.device.index)
-            expect("scratch", scratch, torch.uint8, (size,))
+        size = native().Prefill.scratch_bytes(device=kv.k.device.index)
+        expect("scratch", scratch, torch.uint8, (size,))
         self._held = kv, scratch
         self._native: Any = native().Prefill(
             device=kv.k.device.index,
@@ -108,7 +105,7 @@ class HopperLatentPrefill:
             group=1,
             block_size=TILE,
             scale=scale,
-            scratch=0 if scratch is None else scratch.data_ptr(),
+            scratch=scratch.data_ptr(),
         )
 
     def run(
@@ -170,16 +167,16 @@ def _run(
     )
 
 
-def prefill_scratch(device: torch.device) -> torch.Tensor | None:
-    """What the kernels of a device share; None if it has none."""
-    if not runs_hopper_kernels(device):
-        return None
-    number = torch.cuda.current_device() if device.index is None else device.index
-    size: int = native().Prefill.scratch_bytes(device=number)
-    return torch.empty(size, dtype=torch.uint8, device=device)
+def prefill_scratch(device: torch.device) -> torch.Tensor:
+    """What the kernels of a device share; empty if it has none."""
+    size = 0
+    if runs_hopper_kernels(device):
+        number = torch.cuda.current_device() if device.index is None else device.index
+        size = native().Prefill.scratch_bytes(device=number)
+    return torch.zeros(size, dtype=torch.uint8, device=device)  # a counter of it begins at 0
 
 
-def hopper_prefill(kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor | None) -> HopperPrefill | None:
+def hopper_prefill(kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor) -> HopperPrefill | None:
     """The kernel for a layer, if there is one."""
     k = kv.layer.k
     fits = k.dtype is torch.bfloat16 and not prefill_obstacle(spec, kv.block_size)

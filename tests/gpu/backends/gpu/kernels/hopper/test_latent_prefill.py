@@ -26,6 +26,7 @@ from tests.support.triton.paged_case import Heads, PagedCase
 pytestmark = pytest.mark.gpu
 BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.07
 NOPE, ROPE, V_DIM, LATENT = 128, 64, 128, 512
+COUNTER = 128  # bytes at the end of the scratch memory
 Chunks = list[tuple[int, int]]  # (context with the chunk, tokens of the chunk)
 # As a step may have them: single tokens have no rows here.
 MIXED: Chunks = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
@@ -103,22 +104,24 @@ class Case:
 
 
 def check(chunks: Chunks, heads: int = 3) -> None:
-    """With contexts in parts and whole."""
+    """Twice in the same scratch memory."""
     case = Case(chunks, heads)
     scratch = prefill_scratch(case.q.device)
-    assert scratch is not None
-    scratch[:] = 255  # NaN
-    case.check(case.run(HopperLatentPrefill(case.kv, SCALE)))
+    scratch[:-COUNTER] = 255  # NaN
     kernel = HopperLatentPrefill(case.kv, SCALE, scratch)
-    parted, again = case.run(kernel), case.run(kernel)
-    case.check(parted)
+    once, again = case.run(kernel), case.run(kernel)
+    case.check(once)
     used = case.starts[-1]
-    assert torch.equal(parted[:used], again[:used])
+    assert torch.equal(once[:used], again[:used]) and not scratch[-COUNTER:].any()
 
 
 @pytest.mark.parametrize("heads", [1, 3, 10, 16])
 def test_chunks_of_a_step(heads: int) -> None:
     check(MIXED, heads)
+
+
+def test_whole_contexts() -> None:
+    check(MIXED * 8)
 
 
 @pytest.mark.parametrize("end", [15, 16, 17, 127, 128, 129, 255, 256, 257, 383, 384, 385, 513])
@@ -146,7 +149,8 @@ def test_padding_alone() -> None:
 
 def test_a_captured_launch_reads_its_arguments_from_memory() -> None:
     case = Case([(300, 40), (77, 20)])
-    kernel, out = HopperLatentPrefill(case.kv, SCALE), torch.zeros(65, 5, V_DIM, device="cuda", dtype=BF16)
+    kernel = HopperLatentPrefill(case.kv, SCALE, prefill_scratch(case.q.device))
+    out = torch.zeros(65, 5, V_DIM, device="cuda", dtype=BF16)
     heads = slice(0, case.heads)
     kernel.run(case.q[:, heads], case.begin, case.sequences, out[:, heads])
     graph = torch.cuda.CUDAGraph()
@@ -165,16 +169,18 @@ def test_a_captured_launch_reads_its_arguments_from_memory() -> None:
 @pytest.mark.parametrize("wrong", ["k", "v", "rope", "q", "out"])
 def test_an_unsupported_shape_is_refused(wrong: str) -> None:
     case = Case([(300, 40)])
+    scratch = prefill_scratch(case.q.device)
     given = {"k": case.kv.k, "v": case.kv.v, "rope": case.kv.rope}
     if wrong in given:
         with pytest.raises(InternalError, match=f"expanded {wrong}"):
-            HopperLatentPrefill(ExpandedKv(**given | {wrong: given[wrong].float()}), SCALE)
+            HopperLatentPrefill(ExpandedKv(**given | {wrong: given[wrong].float()}), SCALE, scratch)
         return
     q = case.q[:, : case.heads]
     shapes = {"q": q, "out": torch.empty(len(q), case.heads, V_DIM, device="cuda", dtype=BF16)}
     shapes[wrong] = shapes[wrong][..., :96]
     with pytest.raises(InternalError, match=f"{wrong}: "):
-        HopperLatentPrefill(case.kv, SCALE).run(shapes["q"], case.begin, case.sequences, shapes["out"])
+        kernel = HopperLatentPrefill(case.kv, SCALE, scratch)
+        kernel.run(shapes["q"], case.begin, case.sequences, shapes["out"])
 
 
 class Latents:

@@ -25,12 +25,13 @@ from tests.support.triton.paged_case import Heads, PagedCase
 pytestmark = pytest.mark.gpu
 BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.1
 GQA = (32, 4)
+COUNTER = 128  # bytes at the end of the scratch memory
 # (context with the chunk, tokens of the chunk), as a step may have them: single tokens have no rows here.
 MIXED = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
 
 
 def check(chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: int = 16) -> None:
-    """Runs the chunks, with contexts in parts and whole, and compares each row.
+    """Runs the chunks twice in the same scratch memory, and compares each row.
 
     Rows behind the last chunk must stay as they were.
     """
@@ -40,21 +41,16 @@ def check(chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: in
     q[starts[-1] :] = NAN
     spec, blocks, lengths = GqaSpec(*heads, 128, SCALE), case.sequences.blocks, case.sequences.lengths
     scratch = prefill_scratch(q.device)
-    assert scratch is not None
-    scratch[:] = 255  # NaN
+    scratch[:-COUNTER] = 255  # NaN
     begin = torch.tensor(starts, device="cuda").int()
-    whole, parted, again = (torch.full_like(q, NAN) for _ in range(3))
-    for kernel, out in (
-        (HopperPrefill(case.kv, spec), whole),
-        (HopperPrefill(case.kv, spec, scratch), parted),
-        (HopperPrefill(case.kv, spec, scratch), again),
-    ):
-        kernel.run(q, begin, Sequences(blocks.int(), lengths.int()), out)
+    once, again = (torch.full_like(q, NAN) for _ in range(2))
+    for out in (once, again):
+        HopperPrefill(case.kv, spec, scratch).run(q, begin, Sequences(blocks.int(), lengths.int()), out)
     torch.cuda.synchronize()
-    assert torch.equal(parted[: starts[-1]], again[: starts[-1]])
-    for out in (whole, parted):
-        assert bool(out[starts[-1] :].isnan().all())
-        check_rows(case, chunks, starts, heads, q, out)
+    assert not scratch[-COUNTER:].any()
+    assert torch.equal(once[: starts[-1]], again[: starts[-1]])
+    assert bool(once[starts[-1] :].isnan().all())
+    check_rows(case, chunks, starts, heads, q, once)
 
 
 def check_rows(
@@ -82,6 +78,11 @@ def check_rows(
 @pytest.mark.parametrize("heads", [GQA, (32, 8), (8, 8), (10, 2), (32, 1), (5, 1)], ids=str)
 def test_chunks_of_a_step(heads: tuple[int, int]) -> None:
     check(MIXED, heads)
+
+
+def test_whole_contexts() -> None:
+    """With so many tiles of rows none is cut into parts."""
+    check(MIXED * 8)
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
@@ -121,7 +122,7 @@ def test_padding_alone() -> None:
 def test_a_captured_launch_reads_its_arguments_from_memory() -> None:
     """Replays give what other lengths, tables and queries ask for."""
     case = PagedCase.of([300, 40], Heads(*GQA, 128, 128), 16, BF16)
-    kernel = HopperPrefill(case.kv, GqaSpec(*GQA, 128, SCALE))
+    kernel = HopperPrefill(case.kv, GqaSpec(*GQA, 128, SCALE), prefill_scratch(case.kv.layer.k.device))
     q = torch.randn(64, 32, 128, device="cuda").to(BF16)
     starts = torch.tensor([0, 20, 60], device="cuda").int()
     sequences = Sequences(case.sequences.blocks.int(), case.sequences.lengths.int())
@@ -232,4 +233,5 @@ def test_captured_copies_read_their_blocks_from_memory() -> None:
 def test_an_unsupported_shape_is_refused(heads: int, dim: int, window: int, obstacle: str) -> None:
     case = PagedCase.of([16], Heads(*GQA, 128, 128), 16, BF16)
     with pytest.raises(InternalError, match=obstacle):
-        HopperPrefill(case.kv, replace(GqaSpec(heads, 4, dim, SCALE), window=window))
+        spec = replace(GqaSpec(heads, 4, dim, SCALE), window=window)
+        HopperPrefill(case.kv, spec, prefill_scratch(case.kv.layer.k.device))

@@ -15,6 +15,7 @@ from ep_server.backends.gpu.kernels.triton.paged import Sequences
 from ep_server.errors import InternalError
 
 BF16, HEADS, ALL, TOKENS = torch.bfloat16, 4, 12, 9
+SCRATCH = torch.zeros(64, dtype=torch.uint8)
 
 
 class Recorder:
@@ -28,7 +29,7 @@ class Recorder:
 
     @staticmethod
     def scratch_bytes(device: int | None) -> int:
-        return 64
+        return len(SCRATCH)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def rows(channels: int, heads: int = ALL, more: int = 0) -> torch.Tensor:
 
 
 def launch(q: torch.Tensor, out: torch.Tensor, **scales: Any) -> dict[str, Any]:
-    kernel = HopperLatentPrefill(ExpandedKv(**expanded()), 0.1, torch.zeros(64, dtype=torch.uint8))
+    kernel = HopperLatentPrefill(ExpandedKv(**expanded()), 0.1, SCRATCH)
     lengths = torch.tensor([300, 9], dtype=torch.int32)
     sequences = Sequences(torch.zeros(2, 5, dtype=torch.int32)[:, :4], lengths)
     kernel.run(q, torch.tensor([0, 5, TOKENS], dtype=torch.int32), sequences, out, **scales)
@@ -84,7 +85,7 @@ def test_other_keys_and_values_are_refused(name: str) -> None:
         with pytest.raises(
             InternalError, match=f"expanded {'[kv]' if name == 'rope' else name}|expanded {name}"
         ):
-            HopperLatentPrefill(ExpandedKv(**given | {name: wrong}), 0.1)
+            HopperLatentPrefill(ExpandedKv(**given | {name: wrong}), 0.1, SCRATCH)
 
 
 @pytest.mark.parametrize(
