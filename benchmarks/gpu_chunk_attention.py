@@ -114,8 +114,8 @@ def vllm_fa3(case: Chunks, kv: KvLayer) -> Run:
 
 def cudnn(case: Chunks, kv: KvLayer) -> Run:
     """Dense, not paged: keys and values are copied together before. Raises: ValueError for other cases."""
-    if case.past or case.chunks > 1:
-        raise ValueError("not one chunk with nothing before it")
+    if case.past or case.chunks > 1 or case.tokens == 1:
+        raise ValueError("not one chunk of several tokens with nothing before it")
     k, v = (
         x[case.tables[0].long()].flatten(0, 1)[: case.context].transpose(0, 1)[None] for x in (kv.k, kv.v)
     )

@@ -62,8 +62,10 @@ Prefill::Prefill(int device, const Shape& cache, float scale, void* scratch)
   params_.piece_shift = uint32_t(std::countr_zero(piece));
   params_.scale = scale * 1.4426950408889634f;
   multiprocessors_ = hopper::attribute(cudaDevAttrMultiProcessorCount, device);
+  require(multiprocessors_ <= kMostBlocks, "multiprocessors", multiprocessors_,
+          "at most " + std::to_string(kMostBlocks));
   params_.parts = static_cast<float*>(scratch);
-  params_.taken = reinterpret_cast<uint32_t*>(static_cast<std::byte*>(scratch) + parts_bytes(device));
+  params_.counters = reinterpret_cast<uint32_t*>(static_cast<std::byte*>(scratch) + parts_bytes(device));
 }
 
 uint64_t Prefill::scratch_bytes(int device) { return parts_bytes(device) + kCounterBytes; }
@@ -82,7 +84,6 @@ void Prefill::run(cudaStream_t stream, const Work& work) const {
   params.blocks = uint32_t(std::min<uint64_t>(tiles * kMostParts, multiprocessors_));
   const cuda::OnDevice here(device_);
   check(start(stream, latent_, params), "prefill");
-  check(start_join(stream, tiles, params), "join of prefill's parts");
 }
 
 }  // namespace ep::prefill

@@ -4,12 +4,12 @@
 // tile and the sums of the one before, lets the other warpgroup begin its own, and computes the softmax of
 // the scores meanwhile.
 //
-// Blocks that process parts of a context leave maxima, totals and sums in scratch memory for join.cu.
+// Blocks that process parts of a context leave maxima, totals and sums in scratch memory, see join.cuh.
 //
 // Values behind the last position may be NaN and their weights are 0, so both warpgroups clear them in shared
 // memory first. Keys there only make scores that are left out.
 #include "kernels/hopper/common/launch.hpp"
-#include "kernels/hopper/prefill/results.cuh"
+#include "kernels/hopper/prefill/join.cuh"
 
 namespace ep::prefill {
 namespace {
@@ -156,6 +156,7 @@ class Multiplier {
       else
         leave_part();
     }
+    if (item_.parts > 1) join_tiles(p_, group_, thread_);
   }
 
  private:
@@ -211,19 +212,17 @@ class Multiplier {
       for (uint32_t half = 0; half < 2; ++half)
         *reinterpret_cast<uint4*>(s_.v[v_.stage] + half * kSliceBytes + piece * 16) = zeros;
     publish_to_async();
-    meet();
+    meet(group_);
   }
 
-  // Waits for the other threads of the warpgroup.
-  __device__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(3 + group_) : "memory"); }
-
-  // Stores the warpgroup's sums of a part, for join.cu.
+  // Stores the warpgroup's sums of a part.
   __device__ void leave_part() const {
-    float4* to = part_at(p_, item_.unit, group_) + thread_;
+    float4* to = part_at(p_, item_.unit + item_.part, group_) + thread_;
 #pragma unroll
     for (uint32_t i = 0; i < kQuads; ++i)
       to[i * 128] = {soft_.sums[4 * i], soft_.sums[4 * i + 1], soft_.sums[4 * i + 2], soft_.sums[4 * i + 3]};
     to[kQuads * 128] = {soft_.top[0], soft_.top[1], soft_.total[0], soft_.total[1]};
+    count_part(p_, item_, group_, thread_);
   }
 
   __device__ void write() {

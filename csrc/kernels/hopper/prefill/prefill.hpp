@@ -21,7 +21,10 @@ inline constexpr uint32_t kMostUnits = 3;          // parts of all tiles togethe
 // What a part leaves in scratch memory for each of its two warpgroups: 64 sums, two maxima and two totals of
 // 128 threads.
 inline constexpr uint64_t kPartFloats = 128 * (64 + 4);
-inline constexpr uint64_t kCounterBytes = 128;  // behind the parts
+inline constexpr uint64_t kCounterBytes = 8192;  // behind the parts
+
+// Blocks whose parts the counters can count: two numbers for each warpgroup, behind the first two.
+inline constexpr uint32_t kMostBlocks = (kCounterBytes / 4 - 2) / 4 / kMostUnits;
 
 // One layer's cache in bfloat16, and its head counts. Two forms:
 //   plain, rotary null:  k, v [positions, kv_heads, kDim]
@@ -58,7 +61,8 @@ struct Params {
   uint32_t blocks;                    // of the launch
   float scale;                        // of the scores, in units of log2
   float* parts;
-  uint32_t* taken;     // parts that blocks have taken; 0 between launches
+  uint32_t*
+      counters;  // all 0 between launches; the first one: parts that blocks have taken, but for first ones
   CUtensorMap rotary;  // in the latent form
 };
 
@@ -73,8 +77,7 @@ class Prefill {
 
   static uint64_t scratch_bytes(int device);
 
-  // Enqueues the kernel without waiting, and the one that joins parts. They wait for the preceding kernels
-  // before they read any argument.
+  // Enqueues the kernel without waiting. It waits for the preceding kernels before it reads any argument.
   void run(cudaStream_t stream, const Work& work) const;
 
  private:
@@ -85,8 +88,5 @@ class Prefill {
 };
 
 cudaError_t start(cudaStream_t stream, bool latent, const Params& params);  // prefill.cu
-
-// tiles: of rows, at most.
-cudaError_t start_join(cudaStream_t stream, uint64_t tiles, const Params& params);  // join.cu
 
 }  // namespace ep::prefill

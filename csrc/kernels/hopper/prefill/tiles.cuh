@@ -28,6 +28,9 @@ concept Form = requires {
   requires T::kStages >= 2;
 };
 
+// Waits for the other threads of the warpgroup.
+__device__ inline void meet(uint32_t group) { asm volatile("bar.sync %0, 128;" ::"r"(3 + group) : "memory"); }
+
 // A ring of tiles. full: the copy engine has filled a stage. empty: each multiplying warp has used it.
 template <Form F>
 struct Ring {
@@ -45,12 +48,13 @@ struct Rows {
 
 // A part of the positions that a tile of rows sees.
 struct Item : Rows {
+  uint32_t part;          // which one
   uint32_t first, tiles;  // tiles of positions: from `first` to `tiles` - 1
 };
 
 // What a block does next. full: an item is posted. empty: every warp that needs it has read it.
 struct Board {
-  Item item;  // without tiles if there are no more
+  Item item;  // no tiles: there are no more. Then `parts` is that of long contexts.
   uint64_t full, empty;
 };
 
@@ -109,7 +113,7 @@ class Plan {
 
  private:
   // Parts of each context, such that blocks finish soonest. Lane n considers n + 1 parts. To leave a part
-  // takes about as long as a tile of positions, and so does the kernel that joins them.
+  // takes about as long as a tile of positions, and so does to join them.
   __device__ uint32_t best_split(uint32_t tiles) const {
     const uint32_t parts = lane_ + 1, units = total_ * parts;
     const bool may = parts <= min(kMostParts, tiles) && units <= kMostUnits * p_.blocks;
@@ -140,21 +144,23 @@ class Plan {
   uint32_t lane_, total_ = 0, split_ = 1;
 };
 
-// Takes a block's next item from a counter that all blocks of the launch share, so they finish at about the
-// same time. Long contexts come first. All 32 threads of a warp call it. Returns: false if there are no more.
-__device__ inline bool take(const Params& p, const Plan& plan, uint32_t lane, Item& to) {
+// Takes a block's next item: the first by the block's number, then from a counter that all blocks of the
+// launch share, so they finish at about the same time. Long contexts come first. All 32 threads of a warp
+// call it. Returns: false if there are no more.
+__device__ inline bool take(const Params& p, const Plan& plan, uint32_t lane, bool first, Item& to) {
   const uint32_t split = plan.split(), units = plan.total() * split;
-  for (;;) {
-    uint32_t unit = 0;
-    // Each block takes in vain once. The last of them returns the counter to 0, for the next launch.
-    if (lane == 0) unit = atomicInc(p.taken, units + gridDim.x - 1);
-    unit = __shfl_sync(~0u, unit, 0);
+  for (uint32_t unit = blockIdx.x;; first = false) {
+    if (!first) {
+      // Each block that has had an item takes in vain once. The last of them returns the counter to 0.
+      if (lane == 0) unit = gridDim.x + atomicInc(p.counters, units - 1);
+      unit = __shfl_sync(~0u, unit, 0);
+    }
     if (unit >= units) return false;
     plan.find(unit / split, to);
-    const uint32_t all = (to.last + kPositions - 1) / kPositions, part = unit - to.unit;
-    if (part >= to.parts) continue;  // a short context
-    to.unit = unit;
-    to.first = all * part / to.parts, to.tiles = all * (part + 1) / to.parts;
+    to.part = unit - to.unit;
+    if (to.part >= to.parts) continue;  // a short context
+    const uint32_t all = (to.last + kPositions - 1) / kPositions;
+    to.first = all * to.part / to.parts, to.tiles = all * (to.part + 1) / to.parts;
     return true;
   }
 }
@@ -166,7 +172,8 @@ __device__ inline void post_items(const Params& p, Board& board, uint32_t lane) 
   for (uint32_t n = 0; more; ++n) {
     await_phase(&board.empty, ~n & 1);  // not sooner: other blocks may have time for the last items
     Item item{};
-    more = take(p, plan, lane, item);
+    more = take(p, plan, lane, n == 0, item);
+    if (!more) item.parts = plan.split(), item.tiles = 0;
     if (lane == 0) board.item = item, arrive(&board.full);
   }
 }

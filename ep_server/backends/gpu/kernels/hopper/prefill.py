@@ -173,7 +173,7 @@ def prefill_scratch(device: torch.device) -> torch.Tensor:
     if runs_hopper_kernels(device):
         number = torch.cuda.current_device() if device.index is None else device.index
         size = native().Prefill.scratch_bytes(device=number)
-    return torch.zeros(size, dtype=torch.uint8, device=device)  # a counter of it begins at 0
+    return torch.zeros(size, dtype=torch.uint8, device=device)  # its counters begin at 0
 
 
 def hopper_prefill(kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor) -> HopperPrefill | None:

@@ -26,7 +26,7 @@ from tests.support.triton.paged_case import Heads, PagedCase
 pytestmark = pytest.mark.gpu
 BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.07
 NOPE, ROPE, V_DIM, LATENT = 128, 64, 128, 512
-COUNTER = 128  # bytes at the end of the scratch memory
+COUNTERS = 8192  # bytes at the end of the scratch memory
 Chunks = list[tuple[int, int]]  # (context with the chunk, tokens of the chunk)
 # As a step may have them: single tokens have no rows here.
 MIXED: Chunks = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
@@ -107,12 +107,12 @@ def check(chunks: Chunks, heads: int = 3) -> None:
     """Twice in the same scratch memory."""
     case = Case(chunks, heads)
     scratch = prefill_scratch(case.q.device)
-    scratch[:-COUNTER] = 255  # NaN
+    scratch[:-COUNTERS] = 255  # NaN
     kernel = HopperLatentPrefill(case.kv, SCALE, scratch)
     once, again = case.run(kernel), case.run(kernel)
     case.check(once)
     used = case.starts[-1]
-    assert torch.equal(once[:used], again[:used]) and not scratch[-COUNTER:].any()
+    assert torch.equal(once[:used], again[:used]) and not scratch[-COUNTERS:].any()
 
 
 @pytest.mark.parametrize("heads", [1, 3, 10, 16])

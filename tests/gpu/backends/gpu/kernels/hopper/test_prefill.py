@@ -25,7 +25,7 @@ from tests.support.triton.paged_case import Heads, PagedCase
 pytestmark = pytest.mark.gpu
 BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.1
 GQA = (32, 4)
-COUNTER = 128  # bytes at the end of the scratch memory
+COUNTERS = 8192  # bytes at the end of the scratch memory
 # (context with the chunk, tokens of the chunk), as a step may have them: single tokens have no rows here.
 MIXED = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
 
@@ -41,13 +41,13 @@ def check(chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: in
     q[starts[-1] :] = NAN
     spec, blocks, lengths = GqaSpec(*heads, 128, SCALE), case.sequences.blocks, case.sequences.lengths
     scratch = prefill_scratch(q.device)
-    scratch[:-COUNTER] = 255  # NaN
+    scratch[:-COUNTERS] = 255  # NaN
     begin = torch.tensor(starts, device="cuda").int()
     once, again = (torch.full_like(q, NAN) for _ in range(2))
     for out in (once, again):
         HopperPrefill(case.kv, spec, scratch).run(q, begin, Sequences(blocks.int(), lengths.int()), out)
     torch.cuda.synchronize()
-    assert not scratch[-COUNTER:].any()
+    assert not scratch[-COUNTERS:].any()
     assert torch.equal(once[: starts[-1]], again[: starts[-1]])
     assert bool(once[starts[-1] :].isnan().all())
     check_rows(case, chunks, starts, heads, q, once)
