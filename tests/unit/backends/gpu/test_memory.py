@@ -106,6 +106,7 @@ def test_without_a_gpu_there_are_as_many_blocks_as_are_of_use() -> None:
 
 def test_a_rank_asks_its_gpu_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two ranks holds half of the experts and all else, in bfloat16."""
+    pytest.importorskip("ep_server._cuda", reason="built without nvcc")
     fields = {"parallel__device": "cuda", "model__load_format": "dummy", "model__dtype": "bfloat16"}
     config = rank_config(SHAPE, 2, **fields)
     plan = plan_group(config)
