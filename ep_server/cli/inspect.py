@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_server.cli import options
-from ep_server.config import STEP_TOKENS, Config
+from ep_server.config import STEP_TOKENS_OF_GPUS, Config
 from ep_server.errors import ConfigError
 from ep_server.exchange.segment import available_memory
 from ep_server.models.families import ModelSpec, read_spec
@@ -107,7 +107,7 @@ def command(
     }
     config, console = Config.load(config_file, flags), Console()
     if for_gpus:  # the plan divides their memory as that of a host, for steps as long as theirs
-        most = config.scheduler.max_step_tokens or STEP_TOKENS["cuda"]
+        most = config.scheduler.max_step_tokens or STEP_TOKENS_OF_GPUS
         config = Config.from_values(config.values() | {"scheduler.max_step_tokens": most})
     if plan:
         asked = PlanOptions(device, ranks, memory_gib, bandwidth, link, tokens, context)

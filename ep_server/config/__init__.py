@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 ENV_PREFIX = "EP_SERVER_"
-STEP_TOKENS = {"cuda": 8192, "cpu": 256}  # scheduler.max_step_tokens = 0, by parallel.device
+STEP_TOKENS, STEP_TOKENS_OF_GPUS = 256, 8192  # scheduler.max_step_tokens = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,12 @@ class Config:
 
     @property
     def step_tokens(self) -> int:
-        """scheduler.max_step_tokens, or what 0 stands for."""
-        return self.scheduler.max_step_tokens or STEP_TOKENS[self.parallel.device]
+        """scheduler.max_step_tokens, or what 0 stands for.
+
+        Nodes hold the rows that GPUs exchange in host memory too: with 8192 tokens that would be tens of GiB.
+        """
+        gpus = self.parallel.device == "cuda" and self.cluster.nodes == 1
+        return self.scheduler.max_step_tokens or (STEP_TOKENS_OF_GPUS if gpus else STEP_TOKENS)
 
     def validate(self) -> None:
         """Raises ConfigError for the first field that is out of range."""

@@ -152,7 +152,7 @@ class SchedulerConfig:
 
     max_running: int = option(64, "Sequences that one rank decodes at once.", low=1, high=4096)
     max_step_tokens: int = option(
-        0, "Tokens of one step of a rank at most. 0: 8192 on GPUs, 256 on CPUs.", low=0, high=8192
+        0, "Tokens of one step of a rank at most. 0: 8192 on GPUs of one node, else 256.", low=0, high=8192
     )
     itl_budget_ms: float = option(
         -1.0,

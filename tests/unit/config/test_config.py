@@ -99,7 +99,10 @@ def test_an_unknown_field_names_the_nearest(name: str, meant: str) -> None:
         Config.from_values({name: 1})
 
 
-@pytest.mark.parametrize(("device", "tokens"), [("cpu", 256), ("cuda", 8192)])
-def test_step_tokens_of_zero_follow_the_device(device: str, tokens: int) -> None:
-    assert Config.from_values({"parallel.device": device}).step_tokens == tokens
-    assert Config.from_values({"parallel.device": device, "scheduler.max_step_tokens": 7}).step_tokens == 7
+@pytest.mark.parametrize(
+    ("device", "nodes", "tokens"), [("cpu", 1, 256), ("cuda", 1, 8192), ("cpu", 2, 256), ("cuda", 2, 256)]
+)
+def test_step_tokens_of_zero_follow_device_and_nodes(device: str, nodes: int, tokens: int) -> None:
+    values = {"parallel.device": device, "cluster.nodes": nodes}
+    assert Config.from_values(values).step_tokens == tokens
+    assert Config.from_values(values | {"scheduler.max_step_tokens": 7}).step_tokens == 7

@@ -19,9 +19,10 @@ __device__ inline Progress* progress_of(const Params& p, const Rows& rows, uint3
 
 // Says that a part is in scratch memory. All 128 threads call it.
 __device__ inline void count_part(const Params& p, const Rows& rows, uint32_t group, uint32_t thread) {
-  __threadfence();
   meet(group);
-  if (thread == 0) atomicAdd(&progress_of(p, rows, group)->left, 1);
+  if (thread != 0) return;
+  __threadfence();  // covers what the others stored before they met
+  atomicAdd(&progress_of(p, rows, group)->left, 1);
 }
 
 __device__ inline void await_parts(const Params& p, const Rows& rows, uint32_t group, uint32_t thread) {

@@ -61,13 +61,13 @@ struct Params {
   uint32_t blocks;                    // of the launch
   float scale;                        // of the scores, in units of log2
   float* parts;
-  uint32_t*
-      counters;  // all 0 between launches; the first one: parts that blocks have taken, but for first ones
+  uint32_t* counters;  // all 0 between launches; the first: parts taken beyond the first of each block
   CUtensorMap rotary;  // in the latent form
 };
 
-// One layer's cache as the copy engine reads it. For one device, on any stream. Launches that use the same
-// scratch must follow each other in a stream or by events.
+// One layer's cache as the copy engine reads it. For one device, on any stream. Launches of a process must
+// follow each other in a stream or by events, whatever their scratch: blocks wait for parts of contexts that
+// other blocks of their launch process, so all of them need a multiprocessor in the end.
 class Prefill {
  public:
   // Does not own memory. scale: of the scores. scratch: scratch_bytes(), of which the last kCounterBytes are

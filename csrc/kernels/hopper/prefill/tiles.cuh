@@ -151,7 +151,7 @@ __device__ inline bool take(const Params& p, const Plan& plan, uint32_t lane, bo
   const uint32_t split = plan.split(), units = plan.total() * split;
   for (uint32_t unit = blockIdx.x;; first = false) {
     if (!first) {
-      // Each block that has had an item takes in vain once. The last of them returns the counter to 0.
+      // Each block with a number below `units` takes in vain once. The last one returns the counter to 0.
       if (lane == 0) unit = gridDim.x + atomicInc(p.counters, units - 1);
       unit = __shfl_sync(~0u, unit, 0);
     }

@@ -24,11 +24,11 @@ Scales = tuple[torch.Tensor, torch.Tensor]  # of a cache's keys and of its value
 
 
 class HopperPrefill:
-    """One layer, on any stream.
+    """One layer, on any stream. Launches on a device must not run beside each other.
 
     Args:
         kv, spec: as prefill_obstacle() says.
-        scratch: of prefill_scratch(), which launches in one stream may share.
+        scratch: of prefill_scratch(), which all layers may share.
     Raises: InternalError for another shape, dtype or layout.
     """
 
