@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace ep::hopper {
@@ -53,6 +54,33 @@ __device__ inline void await_phase(uint64_t* barrier, uint32_t parity) {
       "@!done bra again;\n}" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
+}
+
+// Barriers of the block by number, 1 to 15: waits until so many threads, in whole warps, have called either.
+__device__ inline void meet_at(uint32_t number, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ inline void pass_by(uint32_t number, uint32_t threads) {  // does not wait
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Of a word that other blocks change.
+__device__ inline uint32_t load_acquire(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The block's dynamic shared memory, at a multiple of the swizzle's pattern.
+__device__ inline std::byte* dynamic_shared() {
+  extern __shared__ __align__(1024) std::byte memory[];
+  return memory;
 }
 
 // A stage of a ring. parity: of the phase in which it is filled.
@@ -110,6 +138,15 @@ __device__ inline void copy_reused_box(void* to, const CUtensorMap* map, uint32_
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
       "[%4];" ::"r"(shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+__device__ inline void copy_reused_box(void* to, const CUtensorMap* map, const uint32_t (&at)[4],
+                                       uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(shared_address(barrier))
       : "memory");
 }
 

@@ -1,6 +1,8 @@
 // Warpgroup matrix products with both operands in shared memory (see instructions.cuh).
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/hopper/common/instructions.cuh"
 
 namespace ep::hopper {
@@ -92,5 +94,35 @@ EP_PRODUCTS(192, 96, "%96", "%97", "%98")
 #undef EP_NAMES_32
 #undef EP_NAMES_24
 #undef EP_NAMES_16
+
+// Tells the compiler that asynchronous products may have changed these registers until here.
+template <class Number, uint32_t kCount>
+__device__ inline void pin(Number (&registers)[kCount]) {
+#pragma unroll
+  for (uint32_t i = 0; i < kCount; ++i) {
+    if constexpr (std::is_floating_point_v<Number>)
+      asm volatile("" : "+f"(registers[i])::"memory");
+    else
+      asm volatile("" : "+r"(registers[i])::"memory");
+  }
+}
+
+// d += a @ b for 64 rows, 16 inner positions and 128 columns. a: a thread's four pairs of bfloat16, of rows 0
+// and 8 at positions 2 * (t % 4), then of both 8 positions on. b: columns contiguous, see values_operand() of
+// prefill. d: as Product has it.
+__device__ inline void add_values(float (&d)[64], const uint32_t* a, uint64_t b) {
+#define EP_8(i)                                                                               \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
+      "%11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
+      "%31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "
+      "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, "
+      "1;"
+      : EP_8(0), EP_8(8), EP_8(16), EP_8(24), EP_8(32), EP_8(40), EP_8(48), EP_8(56)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#undef EP_8
+}
 
 }  // namespace ep::hopper

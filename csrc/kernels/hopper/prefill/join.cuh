@@ -28,10 +28,8 @@ __device__ inline void count_part(const Params& p, const Rows& rows, uint32_t gr
 __device__ inline void await_parts(const Params& p, const Rows& rows, uint32_t group, uint32_t thread) {
   if (thread == 0) {
     const uint32_t* count = &progress_of(p, rows, group)->left;
-    uint32_t left;
-    do {
-      asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(left) : "l"(count) : "memory");
-    } while (left < rows.parts);
+    while (load_acquire(count) < rows.parts) {
+    }
   }
   meet(group);
 }

@@ -21,16 +21,6 @@ static_assert(128 * (kLoaderRegisters + kWarpgroups * kRegisters) <=
                   kThreads * ((64 << 10) / kThreads / 8 * 8),
               "warpgroups take more registers than a block begins with");
 
-// Copies a box to shared memory; other blocks read it too.
-__device__ inline void copy_shared_box(void* to, const CUtensorMap* map, const uint32_t (&at)[4],
-                                       uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
-      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(shared_address(barrier))
-      : "memory");
-}
-
 // Requests an item's tiles of keys or of values. Each lane has 64 of the channels of one piece.
 template <Form F, uint32_t kSlices>
 class Loader {
@@ -57,9 +47,9 @@ class Loader {
       const uint32_t at = (block << p_.block_shift) + (first & ((1u << p_.block_shift) - 1));
       std::byte* shared = to[place.stage] + slice_ * kSliceBytes + piece_ * bytes;
       if (kSlices > 2 && slice_ == 2)
-        copy_shared_box(shared, &p_.rotary, {0, at, 0, 0}, full);
+        copy_reused_box(shared, &p_.rotary, {0, at, 0, 0}, full);
       else
-        copy_shared_box(shared, map_, {0, at, slice_, item_.head}, full);
+        copy_reused_box(shared, map_, {0, at, slice_, item_.head}, full);
     }
   }
 
@@ -90,7 +80,7 @@ __device__ inline void load_queries_and_keys(const Params& p, Shared<F>& s, uint
     if (lane == 0) {
       arrive_and_expect(&s.q_full, F::kSlices * p.group * p.tile_tokens * kSwizzledRow);
       for (uint32_t slice = 0; slice < F::kSlices; ++slice)
-        copy_shared_box(s.q + slice * kSliceBytes, &p.q, {0, item.head * p.group, slice, item.row},
+        copy_reused_box(s.q + slice * kSliceBytes, &p.q, {0, item.head * p.group, slice, item.row},
                         &s.q_full);
     }
     loader.load(s.k, s.of_k, place);
@@ -111,8 +101,8 @@ class Turn {
   __device__ explicit Turn(uint32_t group) : own_(1 + group), other_(2 - group) {
     if (group == 1) pass();
   }
-  __device__ void await() const { asm volatile("bar.sync %0, 256;" ::"r"(own_) : "memory"); }
-  __device__ void pass() const { asm volatile("bar.arrive %0, 256;" ::"r"(other_) : "memory"); }
+  __device__ void await() const { meet_at(own_, 256); }
+  __device__ void pass() const { pass_by(other_, 256); }
 
  private:
   uint32_t own_, other_;
@@ -251,8 +241,7 @@ class Multiplier {
 template <Form F>
 __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ Params p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) std::byte memory[];  // the swizzle pattern starts at these multiples
-  auto& s = *reinterpret_cast<Shared<F>*>(memory);
+  auto& s = *reinterpret_cast<Shared<F>*>(dynamic_shared());
   const uint32_t warp = warp_number();
   if (threadIdx.x == 0) {
     fetch_map(&p.q), fetch_map(&p.k), fetch_map(&p.v);

@@ -3,8 +3,6 @@
 
 #include <cuda_bf16.h>
 
-#include <type_traits>
-
 #include "kernels/hopper/common/products.cuh"
 #include "kernels/hopper/prefill/tiles.cuh"
 
@@ -12,45 +10,10 @@ namespace ep::prefill {
 
 inline constexpr uint32_t kScores = kPositions / 2, kSums = kDim / 2;  // of a thread: two rows
 
-// Tells the compiler that asynchronous products may have changed these registers until here.
-template <class Number, uint32_t kCount>
-__device__ inline void pin(Number (&registers)[kCount]) {
-#pragma unroll
-  for (uint32_t i = 0; i < kCount; ++i) {
-    if constexpr (std::is_floating_point_v<Number>)
-      asm volatile("" : "+f"(registers[i])::"memory");
-    else
-      asm volatile("" : "+r"(registers[i])::"memory");
-  }
-}
-
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Values of a tile as the second operand: channels are its rows, but positions are contiguous rows of memory.
 __device__ inline uint64_t values_operand(uint32_t address) {
   constexpr uint64_t kNextChannels = uint64_t(kSliceBytes >> 4) << 16, kOwn = ~(0x3fffull << 16);
   return (operand(address) & kOwn) | kNextChannels;
-}
-
-// sums += weights @ values for 64 rows and 16 positions. weights: a thread's four pairs, see
-// Softmax::weights.
-__device__ inline void add_values(float (&d)[kSums], const uint32_t* a, uint64_t b) {
-#define EP_8(i)                                                                               \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
-      "%11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
-      "%31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "
-      "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, "
-      "1;"
-      : EP_8(0), EP_8(8), EP_8(16), EP_8(24), EP_8(32), EP_8(40), EP_8(48), EP_8(56)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#undef EP_8
 }
 
 // Score 4 j + 2 h + c belongs to the thread's row h and position 8 j + 2 * (lane % 4) + c of the tile.

@@ -29,7 +29,7 @@ concept Form = requires {
 };
 
 // Waits for the other threads of the warpgroup.
-__device__ inline void meet(uint32_t group) { asm volatile("bar.sync %0, 128;" ::"r"(3 + group) : "memory"); }
+__device__ inline void meet(uint32_t group) { meet_at(3 + group, 128); }
 
 // A ring of tiles. full: the copy engine has filled a stage. empty: each multiplying warp has used it.
 template <Form F>

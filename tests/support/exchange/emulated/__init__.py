@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,28 +30,38 @@ from torch.overrides import TorchFunctionMode
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
 CSRC = ROOT / "csrc"
-SOURCES = (
-    *sorted((CSRC / "exchange/nvlink").glob("*.cu")),
-    CSRC / "exchange/nvlink/group.cpp",
-    HERE / "bindings.cpp",
-    HERE / "blocks.cpp",
-    HERE / "runtime.cpp",
-)
-FLAGS = (
-    "-std=c++20",
-    "-O1",
-    "-g1",
-    "-fPIC",
-    "-ffp-contract=off",
-    "-fvisibility=hidden",
-    f"-I{HERE}",
-    f"-I{CSRC}",
-)
+FLAGS = ("-std=c++20", "-O1", "-g1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
 MODULE = "ep_server._cuda"
 ABI = sysconfig.get_config_var("SOABI")
 
 
-def build(folder: Path) -> Path:
+@dataclass(frozen=True)
+class Parts:
+    """What a module is made of. roots: where headers are looked up, in this order. common: what all kernels
+    include, compiled once.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    roots: tuple[Path, ...]
+    common: str
+
+
+NVLINK = Parts(
+    "emulated",
+    (
+        *sorted((CSRC / "exchange/nvlink").glob("*.cu")),
+        CSRC / "exchange/nvlink/group.cpp",
+        HERE / "bindings.cpp",
+        HERE / "blocks.cpp",
+        HERE / "runtime.cpp",
+    ),
+    (HERE, CSRC),
+    "exchange/nvlink/wait.cuh",
+)
+
+
+def build(folder: Path, parts: Parts = NVLINK) -> Path:
     """The module's file, made anew where a source has changed; by several processes at once, too.
 
     Raises: CalledProcessError.
@@ -59,30 +69,31 @@ def build(folder: Path) -> Path:
     digest = hashlib.blake2b(repr((FLAGS, ABI)).encode(), digest_size=8)
     for path in sorted(
         p
-        for root in (CSRC, HERE)
+        for root in parts.roots
         for p in root.rglob("*")
         if p.suffix in {".cu", ".cuh", ".cpp", ".hpp", ".h"}
     ):
         digest.update(path.read_bytes())
-    made = folder / f"emulated-{digest.hexdigest()}.so"
+    made = folder / f"{parts.name}-{digest.hexdigest()}.so"
     if made.exists():
         return made
+    flags = (*FLAGS, *(f"-I{root}" for root in parts.roots))
     includes = (f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}")
 
     def compile_one(source: Path) -> str:
         out = f"{scratch}/{source.name}.o"
         first = ("-include", str(kernels)) if source.suffix == ".cu" else ()
         subprocess.run(
-            ["g++", *FLAGS, *includes, *first, "-x", "c++", "-c", str(source), "-o", out], check=True
+            ["g++", *flags, *includes, *first, "-x", "c++", "-c", str(source), "-o", out], check=True
         )
         return out
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        kernels = Path(scratch) / "kernels.h"  # what all kernels include, compiled once
-        kernels.write_text('#include "exchange/nvlink/wait.cuh"\n')
-        subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(kernels), "-o", f"{kernels}.gch"], check=True)
+        kernels = Path(scratch) / "kernels.h"
+        kernels.write_text(f'#include "{parts.common}"\n')
+        subprocess.run(["g++", *flags, "-x", "c++-header", str(kernels), "-o", f"{kernels}.gch"], check=True)
         with ThreadPoolExecutor() as pool:
-            objects = list(pool.map(compile_one, SOURCES))
+            objects = list(pool.map(compile_one, parts.sources))
         linked = Path(scratch) / made.name
         subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(linked)], check=True)
         return linked.rename(made)

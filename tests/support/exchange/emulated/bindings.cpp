@@ -1,5 +1,5 @@
 // The module's bindings in one piece: each file alone would spend most of its time on pybind11's headers.
-// The kernels of products are for Hopper's instructions alone: not emulated.
+// The Hopper kernels are not part of it; for attention of chunks see tests/support/gpu/emulated_hopper.
 #include "bindings/cuda_module.cpp"
 #include "bindings/nvlink.cpp"
 

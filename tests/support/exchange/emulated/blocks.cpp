@@ -41,7 +41,7 @@ emulated_switch:
 namespace {
 
 constexpr size_t kStack = 128 * 1024;
-constexpr uint32_t kMostThreads = 640, kSharedWords = emulated::kSharedBytes / 4;
+constexpr uint32_t kMostThreads = 640, kSharedWords = emulated::kMostSharedBytes / 4;
 
 struct Barrier {
   uint32_t arrived = 0, bits = 0, result = 0;
@@ -86,7 +86,7 @@ struct Block {
   uint32_t current = 0, threads = 0, left = 0;
   bool moved = false;  // a fiber has read something new, or ended
   const std::function<void()>* kernel = nullptr;
-  uint32_t shared[kSharedWords];
+  alignas(1024) uint32_t shared[kSharedWords];
 
   // All fibers in turn, again and again. While all of them poll, the block sleeps: what they wait for is done
   // by other threads and processes, which need the cores.

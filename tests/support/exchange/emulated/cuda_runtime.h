@@ -28,8 +28,15 @@ struct uint3 {
 struct uint4 {
   uint32_t x, y, z, w;
 };
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
 struct dim3 {
-  uint32_t x = 1, y = 1, z = 1;
+  constexpr dim3(uint32_t x = 1, uint32_t y = 1, uint32_t z = 1) : x(x), y(y), z(z) {}
+  uint32_t x, y, z;
 };
 extern constinit thread_local uint3 threadIdx, blockIdx;
 extern constinit thread_local dim3 blockDim, gridDim;
@@ -40,7 +47,8 @@ void saw(const void* word, uint64_t value);  // in memory that others write
 void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kernel);
 const uint64_t* with_warp(uint64_t mine);  // what each lane of the warp has given
 uint32_t* dynamic_shared();
-constexpr int kSharedBytes = 192 * 1024;
+constexpr int kSharedBytes = 192 * 1024;  // that kernels over NVLink find
+constexpr int kMostSharedBytes = 227 * 1024;
 extern uint64_t clock_ahead_ns;  // of the GPU, to the host
 extern int multiprocessors;
 
@@ -59,6 +67,11 @@ inline void __syncwarp() {
   emulated::collect(0, [](const uint64_t*) { return 0; });
 }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { __threadfence_system(); }
+template <class T>
+T __ldcg(const T* at) {
+  return *at;
+}
 template <class T>
 T __shfl_sync(uint32_t, T mine, uint32_t from) {
   return emulated::collect(mine, [&](const uint64_t* all) { return T(all[from % 32]); });
@@ -131,6 +144,7 @@ inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); 
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __log2f(float x) { return std::log2(x); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 template <class T>
 constexpr T min(T a, T b) {
   return b < a ? b : a;
@@ -146,6 +160,13 @@ T atomicAdd(T* to, U by) {
 template <class T>
 T atomicOr(T* to, T bits) {
   return __atomic_fetch_or(to, bits, __ATOMIC_RELAXED);
+}
+inline uint32_t atomicInc(uint32_t* to, uint32_t most) {
+  uint32_t old = __atomic_load_n(to, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(to, &old, old >= most ? 0 : old + 1, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+  }
+  return old;
 }
 inline unsigned long long atomicCAS(unsigned long long* word, unsigned long long old,
                                     unsigned long long now) {
@@ -164,12 +185,16 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeClusterDimension
+};
 constexpr unsigned cudaStreamNonBlocking = 1, cudaHostAllocMapped = 2, cudaHostAllocPortable = 1;
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
+    dim3 clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {

@@ -6,7 +6,7 @@ The same over FP8 caches, whose blocks are widened first.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -19,60 +19,12 @@ from ep_server.backends.gpu.kernels.triton.paged import Sequences
 from ep_server.backends.gpu.widening import Widening
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import GqaSpec
+from tests.support.gpu.prefill_case import BF16, MIXED, NAN, SCALE, check, check_rows
 from tests.support.triton.harness import FP8
 from tests.support.triton.paged_case import Heads, PagedCase
 
 pytestmark = pytest.mark.gpu
-BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.1
 GQA = (32, 4)
-COUNTERS = 8192  # bytes at the end of the scratch memory
-# (context with the chunk, tokens of the chunk), as a step may have them: single tokens have no rows here.
-MIXED = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
-
-
-def check(chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: int = 16) -> None:
-    """Runs the chunks twice in the same scratch memory, and compares each row.
-
-    Rows behind the last chunk must stay as they were.
-    """
-    case = PagedCase.of([context for context, _ in chunks], Heads(*heads, 128, 128), block, BF16)
-    starts = [0, *accumulate(tokens for _, tokens in chunks)]
-    q = torch.randn(starts[-1] + 5, heads[0], 128, device="cuda").to(BF16)
-    q[starts[-1] :] = NAN
-    spec, blocks, lengths = GqaSpec(*heads, 128, SCALE), case.sequences.blocks, case.sequences.lengths
-    scratch = prefill_scratch(q.device)
-    scratch[:-COUNTERS] = 255  # NaN
-    begin = torch.tensor(starts, device="cuda").int()
-    once, again = (torch.full_like(q, NAN) for _ in range(2))
-    for out in (once, again):
-        HopperPrefill(case.kv, spec, scratch).run(q, begin, Sequences(blocks.int(), lengths.int()), out)
-    torch.cuda.synchronize()
-    assert not scratch[-COUNTERS:].any()
-    assert torch.equal(once[: starts[-1]], again[: starts[-1]])
-    assert bool(once[starts[-1] :].isnan().all())
-    check_rows(case, chunks, starts, heads, q, once)
-
-
-def check_rows(
-    case: PagedCase,
-    chunks: list[tuple[int, int]],
-    starts: list[int],
-    heads: tuple[int, int],
-    q: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    for s, ((begin, end), (context, tokens)) in enumerate(zip(pairwise(starts), chunks, strict=True)):
-        if tokens == 0:
-            continue
-        group = heads[0] // heads[1]
-        keys, values = (x.double().cuda().repeat_interleave(group, 1) for x in (case.keys[s], case.values[s]))
-        scores = torch.einsum("thd,phd->htp", q[begin:end].double(), keys) * SCALE
-        positions = torch.arange(context - tokens, context, device="cuda")
-        unseen = torch.arange(context, device="cuda") > positions[:, None]
-        weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
-        expected = torch.einsum("htp,phd->thd", weights, values)
-        error = (out[begin:end].double() - expected).abs().amax() / expected.abs().amax()
-        assert error < 0.01, (s, context, tokens, float(error))
 
 
 @pytest.mark.parametrize("heads", [GQA, (32, 8), (8, 8), (10, 2), (32, 1), (5, 1)], ids=str)
@@ -82,7 +34,7 @@ def test_chunks_of_a_step(heads: tuple[int, int]) -> None:
 
 def test_whole_contexts() -> None:
     """With so many tiles of rows none is cut into parts."""
-    check(MIXED * 8)
+    check(MIXED * 8, GQA)
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
