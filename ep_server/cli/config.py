@@ -23,7 +23,7 @@ def command(
         bool, typer.Option("--effective", help="Print every value that `serve` would use, and its source.")
     ] = False,
     config: Annotated[str, typer.Option("--config", help="TOML file for --effective.")] = "",
-    check: Annotated[str, typer.Option("--check", help="Check a TOML file alone; exit code 2 if bad.")] = "",
+    check: Annotated[str, typer.Option("--check", help="Check a TOML file alone; exit code 1 if bad.")] = "",
 ) -> None:
     """List every option with its default and range.
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_server.cli import options
-from ep_server.config import STEP_TOKENS_OF_GPUS, Config
+from ep_server.config import STEP_TOKENS, STEP_TOKENS_OF_GPUS, Config
 from ep_server.errors import ConfigError
 from ep_server.exchange.segment import available_memory
 from ep_server.models.families import ModelSpec, read_spec
@@ -26,6 +26,7 @@ NAME = "inspect"
 MIB = 1 << 20
 GIB, GB = 1 << 30, 1e9
 CPU_BANDWIDTH = 30.0  # GB/s that two server cores read; all CPU ranks of a host share it
+MOST_RUNNING = 4096  # of scheduler.max_running
 GPU_KV_FRACTION = 0.8  # as backends/gpu/memory.py
 # Usable GiB, GB/s from memory, GB/s to other GPUs (one way over NVLink 4), dense BF16 TFLOP/s
 GPUS = {"h100": (79.0, 3350.0, 375.0, 989.0), "h200": (139.0, 4800.0, 375.0, 989.0)}
@@ -53,7 +54,10 @@ def command(
     checkpoint: Annotated[
         str, typer.Argument(help="Checkpoint directory. With --plan its config.json is enough.")
     ],
-    ranks: Annotated[int | None, typer.Option(help="Ranks that share the model.", show_default="1")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks that share the model.", show_default="1; with --plan the fewest"),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16.", show_default="auto")] = None,
     load_format: Annotated[
         str | None, typer.Option(help="auto, or dummy to read only config.json.", show_default="auto")
@@ -106,10 +110,8 @@ def command(
         "scheduler.kv_fraction": kv_fraction,
     }
     config, console = Config.load(config_file, flags), Console()
-    if for_gpus:  # the plan divides their memory as that of a host, for steps as long as theirs
-        most = config.scheduler.max_step_tokens or STEP_TOKENS_OF_GPUS
-        config = Config.from_values(config.values() | {"scheduler.max_step_tokens": most})
     if plan:
+        config = _for_plan(config, tokens, gpus=for_gpus)
         asked = PlanOptions(device, ranks, memory_gib, bandwidth, link, tokens, context)
         _show_plan(console, config, read_spec(directory), asked)
         return
@@ -180,6 +182,15 @@ def _placement(found: Inspection, config: Config, plan: GroupPlan) -> Table:
             str(rank), experts, f"{plan.weight_bytes[rank] / MIB:,.1f}", f"{kv:,.1f}", f"{exchange:,.1f}"
         )
     return table
+
+
+def _for_plan(config: Config, tokens: int, *, gpus: bool) -> Config:
+    """All ranks as those of one node, whose memory is divided as a host's; so many sequences at once."""
+    scheduler, on_gpus = config.scheduler, gpus and config.cluster.nodes == 1
+    running = min(max(scheduler.max_running, tokens), MOST_RUNNING)
+    steps = scheduler.max_step_tokens or (STEP_TOKENS_OF_GPUS if on_gpus else STEP_TOKENS)
+    changed = {"cluster.nodes": 1, "scheduler.max_running": running, "scheduler.max_step_tokens": steps}
+    return Config.from_values(config.values() | changed)
 
 
 def _show_plan(console: Console, config: Config, spec: ModelSpec, options: PlanOptions) -> None:

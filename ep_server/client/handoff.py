@@ -86,14 +86,15 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
             self._begin_release(self._discard(stream, asked))
             raise
         except (EpServerError, StopAsyncIteration, TimeoutError) as error:
-            log.warning("the decode server computes the prompt: %s", error or type(error).__name__)
+            why = f"no answer in {self._handle_seconds:g} s" if isinstance(error, TimeoutError) else error
+            log.warning("%s: %s: the decode server computes the prompt", self._prefill.target.address, why)
             asked.cancel()
             await stream.close()
             gone = isinstance(error, (TimeoutError, Unavailable))
             if gone and (self._asking is None or self._asking.done()):
                 self._asking = asyncio.get_running_loop().create_task(self._ask())
             return None
-        self._begin(_finish(stream))
+        self._begin(self._finish(stream))
         return handle
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -130,6 +131,14 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
         with suppress(grpc.RpcError):  # then they expire
             await self._prefill.decode.ReleaseKv(request, timeout=RELEASE_SECONDS, metadata=metadata)
 
+    async def _finish(self, stream: AsyncStream) -> None:
+        """Reads a prefill to its end: a call that is dropped frees its blocks."""
+        try:
+            await stream.read()
+        except EpServerError as error:
+            address = self._prefill.target.address
+            log.warning("%s: %s: the decode server computes what it has not fetched", address, error)
+
     async def _ask(self) -> None:
         """Until the prefill server answers."""
         log.warning("%s does not answer: no request tries it", self._prefill.target.address)
@@ -139,11 +148,3 @@ class PrefillDecode(AbstractAsyncContextManager["PrefillDecode"]):
                     break
             await asyncio.sleep(AGAIN_SECONDS)
         log.info("%s answers again", self._prefill.target.address)
-
-
-async def _finish(stream: AsyncStream) -> None:
-    """Reads a prefill to its end: a call that is dropped frees its blocks."""
-    try:
-        await stream.read()
-    except EpServerError as error:
-        log.warning("the prefill did not end: %s", error)

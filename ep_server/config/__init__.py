@@ -136,6 +136,8 @@ class Config:
             raise ConfigError("scheduler.itl_budget_ms", budget, "-1, or 0 to 60000")
         if bool(self.grpc.tls_cert) != bool(self.grpc.tls_key):
             raise ConfigError("grpc.tls_key", self.grpc.tls_key, "given together with grpc.tls_cert")
+        if self.handoff.sends and not self.handoff.host:
+            raise ConfigError("handoff.host", "", "an address of this host")
         if self.grpc.tls_client_ca and not self.grpc.tls_cert:
             raise ConfigError("grpc.tls_client_ca", self.grpc.tls_client_ca, "given only with grpc.tls_cert")
         tls = {name: getattr(self.cluster, name) for name in ("tls_cert", "tls_key", "tls_ca")}

@@ -135,16 +135,17 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     if not blocks or fixed + ranks * blocks * block > available:
         most = max(0, available - fixed) // (ranks * block)
         gib, left = scheduler.kv_host_gib, (available - fixed + host) / ranks / 2**30
+        unit = "process" if processes == 1 else "processes"
         raise StartupError(
-            f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
+            (f"scheduler.kv_host_gib = {gib:g}: must be less than {left:.2f}: " if 0 < left <= gib else "")
+            + f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
             f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache"
             + (f", {_gib(host)} of host tier (scheduler.kv_host_gib)" if host else "")
             + (f", {_gib(shadow.nbytes)} of host shadow (resilience.shadow)" if shadow is not None else "")
             + " and "
-            f"{_gib(processes * PROCESS_BYTES)} for {processes} processes need more than the "
+            f"{_gib(processes * PROCESS_BYTES)} for {processes} {unit} need more than the "
             f"{_gib(available)} of memory available"
             + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
-            + (f"; scheduler.kv_host_gib = {gib:g}: must be less than {left:.2f}" if 0 < left <= gib else "")
         )
     kv = KvMemoryLayout.of(spec, blocks, scheduler.block_size, cached)
     keeps = max(0, min(ranks, (available - fixed) // kv.nbytes - ranks))

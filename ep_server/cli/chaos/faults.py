@@ -78,6 +78,11 @@ class Fault:
     rank: int
     at: float
 
+    def __str__(self) -> str:
+        if self.kind in OF_PARENTS:
+            return f"the {self.kind} of rank {self.rank} was killed, and must be started again from outside"
+        return f"{self.kind} of rank {self.rank}"
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -260,7 +265,7 @@ class Faults:
                 return
             if time.monotonic() > deadline:
                 seconds = self._plan.recover_seconds
-                raise DeadlineExceeded(f"no recovery within {seconds:g} s of {self.done[-1]}")
+                raise DeadlineExceeded(f"no recovery within {seconds:g} s: {self.done[-1]}")
             await asyncio.sleep(LOOK_SECONDS)
 
 

@@ -37,7 +37,7 @@ class HandoffDesk:
             try:
                 exporter = KvExporter(rows, config, port, lanes, beside=server.cluster.nodes > 1)
             except OSError as error:
-                where = f"handoff.host = {config.host!r}, port {port or 'any'}"
+                where = f"handoff.host = {config.host!r}, {f'port {port}' if port else 'any port'}"
                 why = str(error.strerror or error).partition(" (while")[0]
                 raise StartupError(f"{where}: must be an address of this host, and free ({why})") from error
         if config.fetches:

@@ -99,6 +99,12 @@ def test_an_unknown_field_names_the_nearest(name: str, meant: str) -> None:
         Config.from_values({name: 1})
 
 
+def test_who_hands_off_needs_an_address() -> None:
+    assert Config.from_values({"handoff.host": ""}).handoff.host == ""
+    with pytest.raises(ConfigError, match=r"handoff\.host = '': must be an address of this host"):
+        Config.from_values({"handoff.host": "", "handoff.role": "prefill"})
+
+
 @pytest.mark.parametrize(
     ("device", "nodes", "tokens"), [("cpu", 1, 256), ("cuda", 1, 8192), ("cpu", 2, 256), ("cuda", 2, 256)]
 )

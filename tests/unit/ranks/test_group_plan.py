@@ -294,7 +294,7 @@ def test_processes_on_standby_need_memory(
 ) -> None:
     fields = {name.replace(".", "__"): value for name, value in fields.items()}
     config = rank_config(tiny.path, ranks, scheduler__kv_blocks=10, resilience__standby=3, **fields)
-    with pytest.raises(StartupError, match=f"GiB for {processes} processes need more"):
+    with pytest.raises(StartupError, match=f"GiB for {processes} process(es)? need more"):
         plan_group(config, available=0)
 
 

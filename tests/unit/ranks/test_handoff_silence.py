@@ -320,7 +320,7 @@ def test_an_address_of_another_host_is_named() -> None:
     rows: Any = Untouched()
     values = {"model.path": "/", "handoff.role": "prefill", "handoff.host": "192.0.2.1"}
     allowed = (
-        r"handoff\.host = '192\.0\.2\.1', port any: must be an address of this host, and free \([^(]+\)$"
+        r"handoff\.host = '192\.0\.2\.1', any port: must be an address of this host, and free \([^(]+\)$"
     )
     with pytest.raises(StartupError, match=allowed):
         HandoffDesk.open(Config.from_values(values), rows, 0, Handoffs(rows))

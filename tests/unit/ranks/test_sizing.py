@@ -166,6 +166,21 @@ def test_bound_and_expectation_of_what_was_measured(
     assert low * 1e3 <= measured_ms * (1 + PADDING) and measured_ms <= high * 1e3
 
 
+def test_the_plan_of_several_nodes(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--ranks are all of them; each decodes as many sequences as --tokens says."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("EP_SERVER_CLUSTER__NODES", "2")
+    shape = str(SHAPES / "qwen3-30b-a3b")
+    assert main(["inspect", "--plan", shape, "--device", "h200", "--ranks", "8", "--tokens", "128"]) == 0
+    out = capfd.readouterr().out
+    assert "experts (16 of 128 per layer)" in out and "(-" not in out
+    assert "per rank: 1,024 sequences of 1,024" in out  # twice 128 of the model's 4,096
+    assert main(["inspect", "--plan", shape, "--device", "h200", "--tokens", "257"]) == 1
+    assert "--tokens = 257: must be 1 to 256" in capfd.readouterr().err
+
+
 def test_the_command(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
