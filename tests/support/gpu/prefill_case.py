@@ -27,7 +27,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def check(chunks: Chunks, heads: tuple[int, int], block: int = 16) -> None:
+def check(chunks: Chunks, heads: tuple[int, int] = (32, 4), block: int = 16) -> None:
     """Runs the chunks twice in the same scratch memory, and compares each row.
 
     Rows behind the last chunk must stay as they were.

@@ -34,7 +34,7 @@ def test_chunks_of_a_step(heads: tuple[int, int]) -> None:
 
 def test_whole_contexts() -> None:
     """With so many tiles of rows none is cut into parts."""
-    check(MIXED * 8, GQA)
+    check(MIXED * 8)
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
