@@ -14,7 +14,7 @@ using namespace ep::prefill;
 using ep::pointer;
 
 void bind_prefill(py::module_& m) {
-  py::class_<Prefill>(m, "Prefill")
+  py::class_<Prefill>(m, "Prefill", py::module_local())  // tests load the emulated one beside it
       .def(py::init([](int device, uintptr_t k, uintptr_t v, uintptr_t rotary, uint64_t positions,
                        uint32_t kv_heads, uint32_t group, uint32_t block_size, float scale,
                        uintptr_t scratch) {
