@@ -22,7 +22,7 @@ PACKAGES = ["flashinfer-python", "apache-tvm-ffi"]
 IMPORTED = (
     "einops requests urllib3 certifi idna charset-normalizer tabulate tqdm packaging nvidia-ml-py ninja"
 )
-HEADERS = "nvidia-curand"  # of CUDA 13, which FA3 includes; a small toolkit lacks them
+HEADERS = "nvidia-curand==10.4.5.25"  # of CUDA 13, which FA3 includes; a small toolkit lacks them
 # Modules, as Python with a name for each type.
 # XQA: block size, head dim, query heads of a KV head, with a window.
 MODULES = [

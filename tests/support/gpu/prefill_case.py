@@ -12,7 +12,7 @@ import torch
 from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill, prefill_scratch
 from ep_server.backends.gpu.kernels.triton.paged import Sequences
 from ep_server.models.families.spec import GqaSpec
-from tests.support.triton.harness import DEVICE
+from tests.support.triton.harness import DEVICE, random
 from tests.support.triton.paged_case import Heads, PagedCase
 
 BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.1
@@ -34,7 +34,7 @@ def check(chunks: Chunks, heads: tuple[int, int] = (32, 4), block: int = 16) -> 
     """
     case = PagedCase.of([context for context, _ in chunks], Heads(*heads, 128, 128), block, BF16)
     starts = [0, *accumulate(tokens for _, tokens in chunks)]
-    q = torch.randn(starts[-1] + 5, heads[0], 128, device=DEVICE).to(BF16)
+    q = random(starts[-1] + 5, heads[0], 128, seed=1).to(BF16)
     q[starts[-1] :] = NAN
     spec, blocks, lengths = GqaSpec(*heads, 128, SCALE), case.sequences.blocks, case.sequences.lengths
     scratch = prefill_scratch(q.device)

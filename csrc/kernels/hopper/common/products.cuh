@@ -95,7 +95,7 @@ EP_PRODUCTS(192, 96, "%96", "%97", "%98")
 #undef EP_NAMES_24
 #undef EP_NAMES_16
 
-// Tells the compiler that asynchronous products may have changed these registers until here.
+// Asynchronous products change registers behind the compiler's back: from here on it reads these again.
 template <class Number, uint32_t kCount>
 __device__ inline void pin(Number (&registers)[kCount]) {
 #pragma unroll

@@ -25,6 +25,7 @@ __device__ inline void count_part(const Params& p, const Rows& rows, uint32_t gr
   atomicAdd(&progress_of(p, rows, group)->left, 1);
 }
 
+// Has no deadline: the parts are those of blocks of this launch, none of which waits before its own are done.
 __device__ inline void await_parts(const Params& p, const Rows& rows, uint32_t group, uint32_t thread) {
   if (thread == 0) {
     const uint32_t* count = &progress_of(p, rows, group)->left;
